@@ -1,0 +1,5 @@
+"""`python -m shardlib` is the `shardlib` command."""
+
+from shardlib.cli import main
+
+main()
