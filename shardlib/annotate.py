@@ -1,0 +1,181 @@
+"""What models say about their axes; inert until a plan gives it meaning.
+
+In: logical axis names ("batch", "embed", "mlp", ...). Out: metadata on parameters, constraints on activations,
+and one replaceable attention op. `logical` is for linen, `nnx_logical` and `name_stack` for NNX.
+
+    kernel_init = annotate.logical(nn.initializers.lecun_normal(), "embed", "mlp")
+    x = annotate.constrain(x, "batch", "length", "embed")
+"""
+
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+LAYERS = "layers"
+METADATA_KEY = "logical_axes"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Active:
+    """What a plan puts in force while a function is traced; a static leaf.
+
+    Args:
+        constrain: `(array, names) -> array`, which places the array or raises.
+        ops: implementations for the op slots, by slot name ("attention").
+    """
+
+    constrain: Callable[[Any, tuple[str | None, ...]], Any]
+    ops: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+
+
+_active: ContextVar[Active | None] = ContextVar("shardlib_active", default=None)
+
+
+def under(active: Active | None, function: Callable[..., T]) -> Callable[..., T]:
+    """A fresh function that runs `function` with `active` in force.
+
+    Fresh on purpose: `jax.jit` keys its cache by the function, and ambient state is not in the key.
+    """
+
+    def entered(*args: Any, **kwargs: Any) -> T:
+        token = _active.set(active)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _active.reset(token)
+
+    return entered
+
+
+def constrain(x: T, *names: str | None) -> T:
+    """Names the dims of an activation so that the plan in force can place it; the identity without a plan.
+
+    Args:
+        x: an array with one dim per name.
+        names: logical axis names, or None for a dim that is never sharded.
+
+    Raises:
+        ShardingError: under a plan, when the rank differs, a name is unknown or a size does not divide.
+    """
+    active = _active.get()
+    return x if active is None else active.constrain(x, names)
+
+
+def attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    causal: bool = False,
+    mask: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+) -> jax.Array:
+    """Softmax attention, scaled by head_dim**-0.5; `heads` is a multiple of `kv_heads`. A plan may replace it.
+
+    Args:
+        query: [batch, length, heads, head_dim], floating.
+        key, value: [batch, keys, kv_heads, head_dim], each KV head shared by heads / kv_heads query heads.
+        causal: position i attends to positions up to i.
+        mask: [batch, 1 or heads, length, keys], boolean, True where a query may attend.
+        segment_ids: [batch, length], integer; tokens attend only within their own segment.
+
+    Returns:
+        [batch, length, heads, head_dim], of the query's dtype.
+
+    Source: Vaswani et al. 2017 (1706.03762) section 3.2; grouped queries: Ainslie et al. 2023 (2305.13245).
+    """
+    active = _active.get()
+    op = reference_attention if active is None else active.ops.get("attention", reference_attention)
+    return op(query, key, value, causal=causal, mask=mask, segment_ids=segment_ids)
+
+
+def reference_attention(query, key, value, *, causal=False, mask=None, segment_ids=None):
+    """`jax.nn.dot_product_attention` with segment ids turned into a mask; the meaning of the attention slot."""
+    if segment_ids is not None:
+        same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        mask = same if mask is None else mask & same
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal)
+
+
+def blocks(name: str, count: int) -> str:
+    """The name of a flat dim made of `count` equal blocks, which may only be cut between blocks.
+
+    A kernel of shape [embed, kv_heads * head_dim] with 2 KV heads is named `("embed", blocks("kv_heads", 2))`:
+    it divides over tensor=2 but not over tensor=4, although 2 * head_dim may.
+
+    >>> blocks("kv_heads", 2)
+    'kv_heads[2]'
+    """
+    return f"{name}[{count}]"
+
+
+class LogicalAxes(nn.LogicallyPartitioned):
+    """Flax's box for logical names, with the stack axis named by default and counted from either end.
+
+    Flax's own box raises under `nn.remat_scan` (no name for the stack axis) and puts the name of an axis at -1
+    in the wrong place; it also asks NNX for a mesh when bridged.
+    """
+
+    def unbox(self, apply_constraint=True) -> Any:
+        """The bare value: placing it is the plan's business."""
+        return self.value
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "LogicalAxes":
+        """Inserts the stack axis at `index`, counted in the stacked array."""
+        default = None if LAYERS in self.names else LAYERS
+        return self.replace(names=_inserted(self.names, index, params.get(nn.meta.PARTITION_NAME, default)))
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "LogicalAxes":
+        """Removes the stack axis at `index`, counted in the stacked array."""
+        names = list(self.names)
+        names.pop(index)
+        return self.replace(names=tuple(names))
+
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """Names as inert NNX metadata, for `nnx.bridge.ToNNX`."""
+        return {"value": self.value, METADATA_KEY: self.names}
+
+    @classmethod
+    def from_nnx_metadata(cls, metadata: dict[str, Any]) -> "LogicalAxes":
+        """Back from NNX metadata, for `nnx.bridge.ToLinen`."""
+        return cls(metadata["value"], metadata[METADATA_KEY])
+
+
+def logical(initializer: Callable[..., Any], *names: str | None) -> Callable[..., Any]:
+    """A linen initializer whose parameter carries logical names; like `nn.with_logical_partitioning`."""
+
+    def initialize(*args: Any, **kwargs: Any) -> LogicalAxes:
+        return LogicalAxes(initializer(*args, **kwargs), names)
+
+    return initialize
+
+
+def nnx_logical(initializer: Callable[..., Any], *names: str | None) -> Callable[..., Any]:
+    """An NNX initializer whose variable carries logical names under a key that needs no mesh."""
+    # The box type lets a bridged layer keep and grow its names when linen stacks it.
+    return nnx.with_metadata(initializer, **{METADATA_KEY: names, "linen_meta_type": LogicalAxes})
+
+
+def name_stack(module: T, *, axis: int = 0, name: str | None = LAYERS) -> T:
+    """Adds the stack axis to the names of every variable of an NNX module made by `nnx.vmap`; returns the module.
+
+    Args:
+        module: a module whose variables were stacked along `axis` and still carry the names of one layer.
+        axis: the `out_axes` given to `nnx.vmap`, negative from the end.
+    """
+    for _, variable in nnx.to_flat_state(nnx.state(module)):
+        names = variable.get_metadata().get(METADATA_KEY)
+        if names is not None and len(names) + 1 == len(variable.shape):
+            variable.set_metadata(**{METADATA_KEY: _inserted(names, axis, name)})
+    return module
+
+
+def _inserted(names: tuple[str | None, ...], index: int, name: str | None) -> tuple[str | None, ...]:
+    at = index if index >= 0 else len(names) + 1 + index
+    return (*names[:at], name, *names[at:])
