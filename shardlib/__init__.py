@@ -1,0 +1,48 @@
+"""Name the axes of a Flax model, name a mesh, and train it there with the numbers of one device.
+
+Names load on first use (PEP 562), so importing this package imports no JAX and asks for no device.
+"""
+
+import importlib
+from typing import Any
+
+from shardlib._version import __version__
+
+_HOME = {
+    "ArraySpec": "shardlib.batch_spec",
+    "Loss": "shardlib.loss",
+    "Mean": "shardlib.loss",
+    "MeshShape": "meshes.shape",
+    "Plan": "shardlib.plan",
+    "Rules": "shardlib.rules",
+    "ShardingError": "meshes.errors",
+    "Sum": "shardlib.loss",
+    "Trainer": "shardlib.trainer",
+    "abstract_mesh": "meshes.build",
+    "annotate": "shardlib.annotate",
+    "attention": "shardlib.annotate",
+    "bind": "shardlib.bind",
+    "constrain": "shardlib.annotate",
+    "default_rules": "shardlib.strategies",
+    "make_mesh": "meshes.build",
+    "place": "shardlib.place",
+    "resolve": "shardlib.specs",
+    "shardings": "shardlib.place",
+    "with_rules": "shardlib.place",
+}
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'shardlib' has no attribute {name!r}")
+    module = importlib.import_module(_HOME[name])
+    # Where a function has its module's name (`bind`, `place`), the import has just put the module here; the
+    # function takes the place, so that `sl.bind(...)` means the same on the first use and on every later one.
+    value = module if name == "annotate" else getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

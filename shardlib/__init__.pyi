@@ -1,0 +1,45 @@
+from meshes.build import abstract_mesh as abstract_mesh
+from meshes.build import make_mesh as make_mesh
+from meshes.errors import ShardingError as ShardingError
+from meshes.shape import MeshShape as MeshShape
+from shardlib import annotate as annotate
+from shardlib._version import __version__ as __version__
+from shardlib.annotate import attention as attention
+from shardlib.annotate import constrain as constrain
+from shardlib.batch_spec import ArraySpec as ArraySpec
+from shardlib.bind import bind as bind
+from shardlib.loss import Loss as Loss
+from shardlib.loss import Mean as Mean
+from shardlib.loss import Sum as Sum
+from shardlib.place import place as place
+from shardlib.place import shardings as shardings
+from shardlib.place import with_rules as with_rules
+from shardlib.plan import Plan as Plan
+from shardlib.rules import Rules as Rules
+from shardlib.specs import resolve as resolve
+from shardlib.strategies import default_rules as default_rules
+from shardlib.trainer import Trainer as Trainer
+
+__all__ = [
+    "__version__",
+    "ArraySpec",
+    "Loss",
+    "Mean",
+    "MeshShape",
+    "Plan",
+    "Rules",
+    "ShardingError",
+    "Sum",
+    "Trainer",
+    "abstract_mesh",
+    "annotate",
+    "attention",
+    "bind",
+    "constrain",
+    "default_rules",
+    "make_mesh",
+    "place",
+    "resolve",
+    "shardings",
+    "with_rules",
+]

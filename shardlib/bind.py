@@ -1,0 +1,244 @@
+"""Model + loss + plan -> `Bound`: every decision of the plan about this model; no devices, nothing allocated.
+
+In: a linen module, or an NNX module or factory; a loss; a plan; a batch spec. Out: a value that explains itself,
+initialises the model, and is what a trainer runs.
+
+    bound = bind(model, loss, Plan(mesh="data=2,tensor=4"), batch_spec)
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import flax.linen as nn
+import jax
+import optax
+from flax import nnx
+from flax.core import meta
+
+from meshes.build import abstract_mesh
+from meshes.errors import ShardingError, nearest, raise_collected
+from shardlib import batch_spec as batches
+from shardlib.annotate import under
+from shardlib.decide import Decision, Names, split_blocks
+from shardlib.explanation import Explanation, tree_bytes
+from shardlib.jax_compat import inputs_used
+from shardlib.loss import Loss
+from shardlib.optimizer_specs import abstract_state, optimizer_specs
+from shardlib.place import active
+from shardlib.plan import Plan
+from shardlib.specs import Entry, Resolution, entry_of, resolve
+from shardlib.step import LossFunction, evaluate_loss
+from shardlib.strategies import default_rules
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A model under a plan; a static value.
+
+    Args:
+        plan: the plan, its mesh without -1.
+        loss: `(params, batch, rng) -> scalar | Loss`.
+        batch_spec: what one batch looks like.
+        init: PRNG key -> parameters; pure, to be jitted with the parameters' shardings.
+        abstract_params: parameters as `jax.ShapeDtypeStruct`s, without boxes.
+        params: specs of the parameters, with reasons.
+        batch: specs of the batch, with reasons.
+        activations: decisions about every distinct named activation of the loss.
+        ready_params: the parameters of a module that was given built, or None.
+        notices: what is legal and still worth saying about rules and arrays.
+    """
+
+    plan: Plan
+    loss: LossFunction
+    batch_spec: Any
+    init: Callable[[Any], Any]
+    abstract_params: Any
+    params: Resolution
+    batch: Resolution
+    activations: tuple[Entry, ...]
+    ready_params: Any
+    notices: tuple[str, ...]
+
+    def explain(self, optimizer: optax.GradientTransformation | None = None) -> Explanation:
+        """Every array with its spec and reasons, and bytes per device; adamw unless another optimizer is given."""
+        optimizer = optimizer or optax.adamw(1e-3)
+        state = abstract_state(optimizer, self.abstract_params)
+        specs = optimizer_specs(optimizer, self.abstract_params, self.params.specs)
+        return Explanation(
+            mesh=self.plan.mesh,
+            parameters=self.params.entries,
+            batch=self.batch.entries,
+            activations=self.activations,
+            optimizer_bytes=tree_bytes(state, specs, self.plan.mesh),
+            notices=self.notices,
+        )
+
+
+def bind(
+    model: Any, loss: LossFunction, plan: Plan, batch_spec: Any, *, init: Callable[..., Any] | None = None
+) -> Bound:
+    """Derives every spec of the model under the plan, and traces the loss once, abstractly, to check it.
+
+    Args:
+        model: a linen module; an NNX module; or a callable that takes `nnx.Rngs` and returns an NNX module.
+        loss: `(params, batch, rng) -> scalar | Loss`. For linen, params is the unboxed "params" collection; for
+            NNX, the `nnx.State` of the `nnx.Param` variables.
+        plan: the plan; its mesh must not hold a -1.
+        batch_spec: a pytree of `ArraySpec`.
+        init: for linen modules whose call does not take batch entries by name: `(key, batch) -> variables`.
+
+    Raises:
+        ShardingError: not a Flax model; arrays or activations that cannot be placed; a loss that is no scalar, or
+            whose weight depends on the parameters.
+    """
+    mesh = abstract_mesh(plan.mesh)
+    abstract_batch = batches.abstract(batch_spec)
+    create = _creator(model, abstract_batch, init)
+    boxed = _eval_shape(create)
+    params = resolve(boxed, plan.rules, mesh)
+    batch = resolve(batch_spec, plan.rules, mesh)
+    abstract_params = _unboxed(boxed)
+    entries: dict[tuple[Names, tuple[int, ...]], Entry] = {}
+
+    def record(names: Names, shape: tuple[int, ...], decisions: tuple[Decision, ...]) -> None:
+        path = "(" + ", ".join(name or "none" for name in names) + ")"
+        entries.setdefault((names, shape), entry_of(path, shape, "float32", names, decisions, plan.mesh))
+
+    _check_patterns(params, plan)
+    traced = under(active(plan.rules, mesh, record=record), loss)
+    _check_loss(traced, abstract_params, abstract_batch)
+    activations = tuple(entries.values())
+    named = (*params.entries, *batch.entries, *activations)
+    return Bound(
+        plan=plan,
+        loss=loss,
+        batch_spec=batch_spec,
+        init=lambda key: _unboxed(create(key)),
+        abstract_params=abstract_params,
+        params=params,
+        batch=batch,
+        activations=activations,
+        ready_params=nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else None,
+        notices=(*params.notices, *batch.notices, *_dead_rules(plan, named)),
+    )
+
+
+def _check_patterns(params: Resolution, plan: Plan) -> None:
+    known = [entry.path for entry in params.entries]
+    raise_collected(
+        [
+            f"pattern {regex!r} names no array: each is annotated, taken by an earlier pattern, or has another path"
+            f"{nearest(regex, known)}; fix: correct or delete it"
+            for regex in params.dead_patterns
+        ],
+        heading="patterns that can never fire:",
+    )
+
+
+def _dead_rules(plan: Plan, named: tuple[Entry, ...]) -> list[str]:
+    """Rules of the user's own whose logical axis no array of the model has."""
+    used = {split_blocks(name)[0] for entry in named for name in entry.names if name}
+    stock = default_rules().rules
+    return [
+        f"rule {str(rule)!r} never fires: no array has the logical axis {rule.logical!r}{nearest(rule.logical, used)}"
+        for rule in plan.rules.rules
+        if rule.logical not in used and rule not in stock
+    ]
+
+
+def _check_loss(loss: LossFunction, params: Any, batch: Any) -> None:
+    """Traces the loss: a scalar or a `Loss`, whose weight does not depend on the parameters."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    is_loss: list[bool] = []
+
+    def traced(params: Any, batch: Any, rng: Any) -> Any:
+        result = loss(params, batch, rng)
+        is_loss.append(isinstance(result, Loss))
+        value, _ = evaluate_loss(lambda *_: result, params, batch, rng)
+        return value, result.weight if isinstance(result, Loss) else value
+
+    jaxpr = jax.make_jaxpr(traced)(params, batch, key)
+    if is_loss[0]:
+        num_params = len(jax.tree.leaves(params))
+        if any(inputs_used(jaxpr, [False, True])[:num_params]):
+            raise ShardingError(
+                "the weight of the loss depends on the parameters, so dividing by it would change the gradients",
+                fix="compute the weight from the batch alone (jax.lax.stop_gradient does not help here)",
+            )
+
+
+def _creator(model: Any, batch: Any, init: Callable[..., Any] | None) -> Callable[[Any], Any]:
+    """PRNG key -> the model's parameters, boxes and variables included."""
+    if isinstance(model, nn.Module):
+        return lambda key: _linen_params(model, key, batch, init)
+    if isinstance(model, nnx.Module):
+        state = nnx.state(model, nnx.Param)
+        return lambda key: state
+    if callable(model):
+        return lambda key: nnx.state(_call_factory(model, key), nnx.Param)
+    raise ShardingError(
+        f"{type(model).__name__} is not a Flax model",
+        fix="give a linen module, an NNX module, or a callable that takes nnx.Rngs and returns an NNX module",
+    )
+
+
+def _call_factory(factory: Callable[..., Any], key: Any) -> nnx.Module:
+    module = factory(rngs=nnx.Rngs(key)) if "rngs" in _parameters(factory) else factory(nnx.Rngs(key))
+    if not isinstance(module, nnx.Module):
+        raise ShardingError(f"the model factory returned {type(module).__name__}, not an nnx.Module")
+    return module
+
+
+def _linen_params(model: nn.Module, key: Any, batch: Any, init: Callable[..., Any] | None) -> Any:
+    params_key, dropout_key = jax.random.split(key)
+    keys = {"params": params_key, "dropout": dropout_key}
+    zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), batch)
+    variables = init(keys, zeros) if init else model.init(keys, **_call_arguments(model, zeros))
+    extra = sorted(set(variables) - {"params"})
+    if extra:
+        raise ShardingError(
+            f"{type(model).__name__} has collections besides params: {', '.join(extra)}; only params are trained yet",
+            fix="use a model without them, such as LayerNorm for BatchNorm",
+        )
+    return variables["params"]
+
+
+def _call_arguments(model: nn.Module, batch: Any) -> dict[str, Any]:
+    """The batch entries that the module's call takes by name, or the first entry for its only argument."""
+    parameters = _parameters(type(model).__call__)
+    names = [name for name in parameters if name != "self"]
+    if isinstance(batch, dict):
+        found = {name: batch[name] for name in names if name in batch}
+        if found:
+            return found
+        if names and batch:
+            return {names[0]: next(iter(batch.values()))}
+    raise ShardingError(
+        f"{type(model).__name__}.__call__ takes ({', '.join(names)}), and the batch spec is no dict with such entries",
+        fix="make batch_spec a dict with those names, or pass init=lambda keys, batch: model.init(keys, ...)",
+    )
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def _eval_shape(create: Callable[[Any], Any]) -> Any:
+    try:
+        return jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
+    except ValueError as error:
+        if isinstance(error, ShardingError) or "mesh context" not in str(error):
+            raise
+        raise ShardingError(
+            f"the model cannot be built without a mesh: {error}",
+            fix="name axes with annotate.nnx_logical(init, ...): its metadata needs no mesh",
+        ) from error
+
+
+def _unboxed(tree: Any) -> Any:
+    # Not nn.unbox: Flax's own boxes would apply their own constraints under an ambient mesh.
+    is_box = lambda node: isinstance(node, meta.AxisMetadata)  # noqa: E731
+    unbox = lambda node: getattr(node, "value", None) if is_box(node) else node  # noqa: E731
+    return jax.tree.map(unbox, tree, is_leaf=is_box)

@@ -1,0 +1,1 @@
+"""Per-shard bodies of replaceable operations."""

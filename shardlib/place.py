@@ -1,0 +1,127 @@
+"""Specs + a mesh -> arrays where they belong: shardings, constraints in a trace, placement without aliasing.
+
+In: specs from `resolve`, a mesh. Out: `NamedSharding`s, functions that run under rules, placed trees.
+
+    params = jax.device_put(params, shardings(specs, mesh))
+    step = jax.jit(with_rules(step, rules, mesh))
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from meshes.errors import ShardingError, raise_collected
+from shardlib import annotate
+from shardlib.decide import Decision, Names, decide, spec_of
+from shardlib.ops.attention import sharded_heads_attention
+from shardlib.rules import Rules
+from shardlib.specs import mesh_shape
+from shardlib.tree_paths import leaves_with_paths
+
+T = TypeVar("T")
+Record = Callable[[Names, tuple[int, ...], tuple[Decision, ...]], None]
+
+
+def shardings(specs: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """A tree of `NamedSharding` from a tree of `PartitionSpec`."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda node: isinstance(node, P))
+
+
+def with_rules(function: Callable[..., T], rules: Rules, mesh: Mesh | AbstractMesh) -> Callable[..., T]:
+    """A fresh function in which `constrain` and `attention` follow the rules on the mesh.
+
+    Jit the result, not the function inside it: JAX keys its cache by the function, and rules are not in the key.
+
+    Args:
+        function: anything that traces a model with annotations.
+        rules: what the names mean.
+        mesh: concrete or abstract, with Auto or Explicit axes.
+    """
+    return annotate.under(active(rules, mesh), function)
+
+
+def active(rules: Rules, mesh: Mesh | AbstractMesh, *, record: Record | None = None) -> annotate.Active:
+    """The value that puts rules in force in a trace; `record` hears every decision about an activation."""
+    shape = mesh_shape(mesh)
+    explicit = AxisType.Explicit in mesh.axis_types
+
+    def constrain(x: Any, names: Names) -> Any:
+        decisions = decide_activation(names, x.shape, rules=rules, mesh=mesh)
+        if record is not None:
+            record(names, x.shape, decisions)
+        if shape.num_devices == 1:
+            return x
+        sharding = NamedSharding(mesh, spec_of(decisions))
+        return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
+
+    def shards_of_heads(query_shape: tuple[int, ...]) -> int:
+        names = ("batch", "length", "heads", "head_dim")
+        heads = decide_activation(names, query_shape, rules=rules, mesh=mesh)[2]
+        return math.prod(shape.size(axis) for axis in heads.mesh_axes)
+
+    return annotate.Active(constrain=constrain, ops={"attention": sharded_heads_attention(shards_of_heads, constrain)})
+
+
+def decide_activation(
+    names: Names, shape: tuple[int, ...], *, rules: Rules, mesh: Mesh | AbstractMesh
+) -> tuple[Decision, ...]:
+    """Decisions for an array named inside a model.
+
+    Raises:
+        ShardingError: another rank than names, an unknown name, or a size that does not divide.
+    """
+    text = ", ".join(str(name) for name in names)
+    if len(names) != len(shape):
+        raise ShardingError(
+            f"constrain(x, {text}): {len(names)} names for an array of rank {len(shape)} {list(shape)}",
+            fix="give one name (or None) per dim",
+        )
+    decisions = decide(names, shape, rules=rules, mesh=mesh_shape(mesh))
+    problems = [decision.problem for decision in decisions if decision.problem]
+    raise_collected(problems, heading=f"activation {list(shape)} named ({text}) on mesh {mesh_shape(mesh)}:")
+    return decisions
+
+
+def place(tree: T, wanted: Any) -> T:
+    """The tree on its shardings, every leaf in a buffer of its own, so that all of it may be donated.
+
+    Args:
+        tree: arrays anywhere: on the host, on one device, or placed already.
+        wanted: a tree of shardings of the same structure.
+
+    Raises:
+        ShardingError: the structures differ.
+    """
+    if jax.tree.structure(tree) != jax.tree.structure(wanted):
+        raise _structure_error(tree, wanted)
+    placed = jax.device_put(tree, wanted)
+    seen: set[int] = set()
+    return jax.tree.map(lambda leaf: _own_buffer(leaf, seen), placed)
+
+
+def _own_buffer(leaf: jax.Array, seen: set[int]) -> jax.Array:
+    """The leaf, copied when an earlier leaf uses its memory: donating one buffer twice kills the process."""
+    pointers = {shard.data.unsafe_buffer_pointer() for shard in _raw(leaf).addressable_shards if shard.data.size}
+    if pointers & seen:
+        leaf = jax.tree.map(lambda x: x.copy(), leaf)
+        pointers = {shard.data.unsafe_buffer_pointer() for shard in _raw(leaf).addressable_shards}
+    seen |= pointers
+    return leaf
+
+
+def _raw(leaf: jax.Array) -> jax.Array:
+    """The array that holds the bits: typed PRNG keys wrap one."""
+    return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+
+
+def _structure_error(tree: Any, wanted: Any) -> ShardingError:
+    have, want = ({path for path, _ in leaves_with_paths(side)} for side in (tree, wanted))
+    lines = [f"- missing: {path}" for path in sorted(want - have)] + [
+        f"- unknown: {path}" for path in sorted(have - want)
+    ]
+    detail = "\n".join(lines[:8]) or f"- {jax.tree.structure(tree)}\n- {jax.tree.structure(wanted)}"
+    return ShardingError(f"the tree to place has another structure than its shardings:\n{detail}")

@@ -1,0 +1,247 @@
+"""Rules: an ordered list from logical axes to mesh axes, with its text and TOML forms.
+
+In: rule text such as "batch -> data+fsdp" or "vocab -> tensor; indivisible=replicate". Out: frozen values,
+or one error that lists every mistake. Regex patterns give logical axes to models that carry none.
+
+    rules = Rules.parse(["batch -> data", "mlp -> tensor", "embed -> none"])
+"""
+
+import json
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal, get_args
+
+from meshes.errors import ShardingError, caret, nearest, raise_collected
+
+Indivisible = Literal["error", "replicate", "next"]
+Taken = Literal["keep", "error"]
+Unknown = Literal["error", "replicate"]
+
+_NAME: Final = r"[A-Za-z_][A-Za-z0-9_]*"
+_RULE = re.compile(rf"\s*({_NAME})\s*->\s*({_NAME}(?:\s*\+\s*{_NAME})*)\s*((?:;[^;]*)*)\Z")
+_OPTIONS: Final = {"indivisible": get_args(Indivisible), "taken": get_args(Taken), "beside": None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One line: a logical axis goes to these mesh axes, in this order, or deliberately nowhere; a static leaf.
+
+    Args:
+        logical: logical axis name.
+        mesh_axes: mesh axes; empty means replicated on purpose.
+        indivisible: when the mesh axes do not divide the dim: an error, replicate it, or try the next rule.
+            None takes the rules' default.
+        taken: when some of several mesh axes already split another dim: keep the free ones, or an error.
+        beside: the rule holds only for arrays that also have a dim of this logical name.
+    """
+
+    logical: str
+    mesh_axes: tuple[str, ...]
+    indivisible: Indivisible | None = None
+    taken: Taken = "keep"
+    beside: str | None = None
+
+    def __post_init__(self):
+        if not re.fullmatch(_NAME, self.logical):
+            raise ShardingError(
+                f"rule {self}: {self.logical!r} is not a logical axis name", fix="use letters, digits, _"
+            )
+        twice = sorted({axis for axis in self.mesh_axes if self.mesh_axes.count(axis) > 1})
+        if twice:
+            raise ShardingError(
+                f"rule {str(self)!r} uses mesh axis {twice[0]!r} twice: an axis can split a dim once",
+                fix=f'write "{self.logical} -> {"+".join(dict.fromkeys(self.mesh_axes))}"',
+            )
+        _check_option("indivisible", self.indivisible or "error", str(self))
+        _check_option("taken", self.taken, str(self))
+
+    @classmethod
+    def parse(cls, text: str, /) -> "Rule":
+        """Reads `"logical -> axis+axis; option=value"`; `none` on the right replicates.
+
+        Raises:
+            ShardingError: with a caret under the first wrong character.
+        """
+        match = _RULE.match(text)
+        if not match:
+            raise _syntax_error(text)
+        logical, targets, options_text = match.groups()
+        axes = tuple(axis.strip() for axis in targets.split("+"))
+        options: dict[str, Any] = {}
+        for option in filter(None, (part.strip() for part in options_text.split(";"))):
+            key, _, value = (part.strip() for part in option.partition("="))
+            _check_option(key, value, text)
+            options[key] = value
+        return cls(logical=logical, mesh_axes=() if axes == ("none",) else axes, **options)
+
+    def __str__(self) -> str:
+        options = [("indivisible", self.indivisible), ("taken", self.taken if self.taken != "keep" else None)]
+        options.append(("beside", self.beside))
+        tail = "".join(f"; {key}={value}" for key, value in options if value is not None)
+        return f"{self.logical} -> {'+'.join(self.mesh_axes) or 'none'}{tail}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Ordered rules, and patterns for arrays without annotations; a static leaf.
+
+    For each dim, left to right, the first rule for its name wins whose mesh axes exist with size above 1, are not
+    taken by another dim of the array, and divide the dim.
+
+    Args:
+        rules: in order of preference.
+        patterns: `(regex, logical axes)`; the first whose regex matches the whole path names an array's dims.
+        indivisible: the policy of rules that state none.
+        unknown: what a logical name without any rule does: an error, or replicate and be listed.
+
+    Raises:
+        ShardingError: every rule that can never fire and every bad pattern, listed.
+    """
+
+    rules: tuple[Rule, ...]
+    patterns: tuple[tuple[str, tuple[str | None, ...]], ...] = ()
+    indivisible: Indivisible = "error"
+    unknown: Unknown = "error"
+
+    def __post_init__(self):
+        failures: list[str] = []
+        for index, rule in enumerate(self.rules):
+            earlier = next((other for other in self.rules[:index] if _shadows(other, rule)), None)
+            if earlier is not None:
+                failures.append(f"rule {str(rule)!r} can never fire: {str(earlier)!r} comes first; fix: delete one")
+        for regex, names in self.patterns:
+            try:
+                re.compile(regex)
+            except re.error as error:
+                failures.append(f"pattern {regex!r} is not a regular expression: {error}")
+            if isinstance(names, str):
+                failures.append(f'pattern {regex!r}: the axes must be a list, such as ["embed", "mlp"]')
+        for key, value, known in (
+            ("indivisible", self.indivisible, get_args(Indivisible)),
+            ("unknown", self.unknown, get_args(Unknown)),
+        ):
+            if value not in known:
+                failures.append(
+                    f"{key} = {value!r} is unknown{nearest(str(value), known)}; fix: use {' or '.join(known)}"
+                )
+        raise_collected(failures, heading="the rules cannot be used:")
+
+    @classmethod
+    def parse(cls, lines: Iterable[str], /, **options: Any) -> "Rules":
+        """Rules from lines of rule text; options are the fields of `Rules`. Every bad line is listed."""
+        rules: list[Rule] = []
+        failures: list[str] = []
+        for line in lines:
+            try:
+                rules.append(Rule.parse(line))
+            except ShardingError as error:
+                failures.append(str(error))
+        raise_collected(failures, heading="the rules cannot be read:")
+        return cls(rules=tuple(rules), **options)
+
+    def for_name(self, logical: str) -> tuple[Rule, ...]:
+        """The rules for one logical axis, in order."""
+        return tuple(rule for rule in self.rules if rule.logical == logical)
+
+    def with_first(self, extra: "Rules") -> "Rules":
+        """`extra` placed before these rules; rules that `extra` makes unreachable are dropped."""
+        kept = [rule for rule in self.rules if not any(_shadows(other, rule) for other in extra.rules)]
+        return replace(extra, rules=(*extra.rules, *kept), patterns=(*extra.patterns, *self.patterns))
+
+    def to_toml(self) -> str:
+        """The rules as a TOML document that `from_toml` reads back."""
+        lines = [f"{key} = {_quoted(value)}" for key, value in self._settings().items()]
+        lines += ["rules = [", *(f"  {_quoted(str(rule))}," for rule in self.rules), "]"]
+        if self.patterns:
+            lines += ["", "[patterns]"]
+            for regex, names in self.patterns:
+                axes = ", ".join(_quoted(name or "none") for name in names)
+                lines.append(f"{_quoted(regex)} = [{axes}]")
+        return "\n".join(lines) + "\n"
+
+    def _settings(self) -> dict[str, str]:
+        return {"indivisible": self.indivisible, "unknown": self.unknown}
+
+    @classmethod
+    def from_toml(cls, text: str, /, *, base: "Rules | None" = None, source: str = "rules") -> "Rules":
+        """Reads a TOML document with `rules`, `[patterns]`, `indivisible`, `unknown`, `extends`.
+
+        Args:
+            text: the document.
+            base: what `extends = "default"` puts after the document's own rules.
+            source: what errors call the document, such as its file name.
+
+        Raises:
+            ShardingError: not TOML, an unknown key, or any bad rule, with the place.
+        """
+        try:
+            document = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ShardingError(
+                f"{source}: not a TOML document: {error}", fix='write rules = ["batch -> data"]'
+            ) from None
+        known = ("extends", "indivisible", "patterns", "rules", "unknown")
+        failures = [f"unknown key {key!r}{nearest(key, known)}" for key in document if key not in known]
+        lines, patterns = document.get("rules", []), document.get("patterns", {})
+        if not isinstance(lines, list) or not all(isinstance(line, str) for line in lines):
+            failures.append('rules must be a list of text; fix: rules = ["batch -> data", "mlp -> tensor"]')
+        if not isinstance(patterns, Mapping) or not all(_is_names(names) for names in patterns.values()):
+            failures.append('[patterns] must map a regex to a list of axes; fix: ".*/kernel" = ["embed", "mlp"]')
+        extends = document.get("extends")
+        if extends not in (None, "default"):
+            failures.append(f'extends = {extends!r} is unknown; fix: extends = "default", or leave it out')
+        raise_collected(failures, heading=f"{source}:")
+        options = {key: document[key] for key in ("indivisible", "unknown") if key in document}
+        options["patterns"] = tuple((k, tuple(None if n == "none" else n for n in v)) for k, v in patterns.items())
+        try:
+            own = cls.parse(lines, **options)
+        except ShardingError as error:
+            raise ShardingError(f"{source}: {error}") from None
+        return base.with_first(own) if extends and base is not None else own
+
+
+def _shadows(earlier: Rule, later: Rule) -> bool:
+    """True when `earlier` always decides before `later` could: same name, and it never passes a dim on."""
+    if earlier.logical != later.logical or earlier.beside not in (None, later.beside):
+        return False
+    return not earlier.mesh_axes or earlier.mesh_axes == later.mesh_axes
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _check_option(key: str, value: str, text: str) -> None:
+    if key not in _OPTIONS:
+        raise ShardingError(
+            f"rule {text!r}: unknown option {key!r}{nearest(key, _OPTIONS)}", fix="use indivisible, taken or beside"
+        )
+    known = _OPTIONS[key]
+    if known is not None and value not in known:
+        raise ShardingError(
+            f"rule {text!r}: {key}={value!r} is unknown{nearest(value, known)}", fix=f"use {' or '.join(known)}"
+        )
+    if known is None and not re.fullmatch(_NAME, value):
+        raise ShardingError(f"rule {text!r}: {key}={value!r} is not a logical axis name")
+
+
+def _syntax_error(text: str) -> ShardingError:
+    """Points at the first character that does not fit `logical -> axis+axis; option=value`."""
+    stages = (rf"\s*{_NAME}", r"\s*->", rf"\s*{_NAME}", rf"(?:\s*\+\s*{_NAME})*")
+    position = 0
+    for stage in stages:
+        match = re.compile(stage).match(text, position)
+        if not match:
+            break
+        position = match.end()
+    position += len(text[position:]) - len(text[position:].lstrip())
+    return ShardingError(
+        f"rule {text!r} cannot be read here:\n{caret(text, position)}",
+        fix='write "batch -> data+fsdp", "embed -> none" or "vocab -> tensor; indivisible=replicate"',
+    )

@@ -1,0 +1,27 @@
+"""What a mesh axis means: which logical axes it splits, in one declarative value.
+
+In: nothing. Out: `Strategy` values, one per file of this folder, listed once in `strategies.ALL`.
+
+    data = Strategy(axis="data", splits_batch=True, rules=(), summary="...")
+"""
+
+from dataclasses import dataclass
+
+from shardlib.rules import Rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """The default meaning of one mesh axis; a static leaf.
+
+    Args:
+        axis: mesh axis name.
+        splits_batch: the axis takes a share of the batch dim.
+        rules: rules beyond the batch.
+        summary: one line for tables and help.
+    """
+
+    axis: str
+    splits_batch: bool
+    rules: tuple[Rule, ...]
+    summary: str
