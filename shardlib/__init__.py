@@ -21,11 +21,10 @@ _HOME = {
     "abstract_mesh": "meshes.build",
     "annotate": "shardlib.annotate",
     "attention": "shardlib.annotate",
-    "bind": "shardlib.bind",
+    "bind": "shardlib.binding",
     "constrain": "shardlib.annotate",
     "default_rules": "shardlib.strategies",
     "make_mesh": "meshes.build",
-    "place": "shardlib.place",
     "resolve": "shardlib.specs",
     "shardings": "shardlib.place",
     "with_rules": "shardlib.place",
@@ -37,11 +36,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'shardlib' has no attribute {name!r}")
     module = importlib.import_module(_HOME[name])
-    # Where a function has its module's name (`bind`, `place`), the import has just put the module here; the
-    # function takes the place, so that `sl.bind(...)` means the same on the first use and on every later one.
-    value = module if name == "annotate" else getattr(module, name)
-    globals()[name] = value
-    return value
+    return module if name == "annotate" else getattr(module, name)
 
 
 def __dir__() -> list[str]:

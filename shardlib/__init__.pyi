@@ -7,11 +7,10 @@ from shardlib._version import __version__ as __version__
 from shardlib.annotate import attention as attention
 from shardlib.annotate import constrain as constrain
 from shardlib.batch_spec import ArraySpec as ArraySpec
-from shardlib.bind import bind as bind
+from shardlib.binding import bind as bind
 from shardlib.loss import Loss as Loss
 from shardlib.loss import Mean as Mean
 from shardlib.loss import Sum as Sum
-from shardlib.place import place as place
 from shardlib.place import shardings as shardings
 from shardlib.place import with_rules as with_rules
 from shardlib.plan import Plan as Plan
@@ -38,7 +37,6 @@ __all__ = [
     "constrain",
     "default_rules",
     "make_mesh",
-    "place",
     "resolve",
     "shardings",
     "with_rules",

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from meshes.build import make_mesh, shape_of
 from meshes.errors import ShardingError, raise_collected
 from shardlib import batch_spec as batches
-from shardlib.bind import Bound
+from shardlib.binding import Bound
 from shardlib.optimizer_specs import abstract_state, optimizer_specs
 from shardlib.place import active, place, shardings
 from shardlib.step import Metrics, TrainState, eval_step, train_step
