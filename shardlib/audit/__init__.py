@@ -1,0 +1,1 @@
+"""Reads compiled programs: which collectives run, over which devices, how often, with how many bytes."""

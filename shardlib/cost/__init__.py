@@ -1,0 +1,1 @@
+"""Closed forms: what a plan will move, store and take, before anything is compiled."""
