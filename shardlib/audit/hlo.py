@@ -28,6 +28,29 @@ _METADATA_FRAME = re.compile(r"stack_frame_id=(\d{1,9})", re.ASCII)
 _METADATA_SOURCE = re.compile(r'source_file="([^"]*)" source_line=(\d{1,9})', re.ASCII)
 
 
+def parse(text: str, /) -> Program:
+    """Reads the collectives of a compiled program.
+
+    Args:
+        text: `compiled.as_text()`, whole.
+
+    Raises:
+        ShardingError: text that is cut or is no program; a collective whose devices, arrays or loop cannot be read;
+            sizes that contradict each other; a collective that no call reaches.
+
+    Example:
+        >>> parse("HloModule m\\nENTRY e {\\n  ROOT p = f32[] parameter(0)\\n}\\n").collectives
+        ()
+    """
+    module = read(text)
+    found = _Reader(module=module)
+    collectives = tuple(found.walk(module.entry, loops=(), branches=(), is_async=False))
+    found.check_all_reached()
+    return Program(
+        num_devices=module.replica_count * module.num_partitions, collectives=collectives, loops=tuple(found.loops)
+    )
+
+
 class _Reader:
     """Follows calls from the entry and collects; used once."""
 

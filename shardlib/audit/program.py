@@ -158,35 +158,6 @@ class Program:
         return {kind: totals(self.of_kind(kind)) for kind in KINDS if kind in kinds}
 
 
-def totals(self) -> Mapping[str, Totals]:
-    """Totals of each kind that occurs."""
-    kinds = {collective.kind for collective in self.collectives}
-    return {kind: totals(self.of_kind(kind)) for kind in KINDS if kind in kinds}
-
-
-def parse(text: str, /) -> Program:
-    """Reads the collectives of a compiled program.
-
-    Args:
-        text: `compiled.as_text()`, whole.
-
-    Raises:
-        ShardingError: text that is cut or is no program; a collective whose devices, arrays or loop cannot be read;
-            sizes that contradict each other; a collective that no call reaches.
-
-    Example:
-        >>> parse("HloModule m\\nENTRY e {\\n  ROOT p = f32[] parameter(0)\\n}\\n").collectives
-        ()
-    """
-    module = read(text)
-    found = _Reader(module=module)
-    collectives = tuple(found.walk(module.entry, loops=(), branches=(), is_async=False))
-    found.check_all_reached()
-    return Program(
-        num_devices=module.replica_count * module.num_partitions, collectives=collectives, loops=tuple(found.loops)
-    )
-
-
 def totals(collectives: tuple[Collective, ...], /) -> Totals:
     """Sums over any selection of collectives; loops multiplied out, unknown trip counts named rather than guessed."""
     unknown = {loop.name: None for each in collectives for loop in each.loops if loop.trip_count is None}

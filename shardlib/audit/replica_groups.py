@@ -71,9 +71,9 @@ def read_pairs(text: str, /) -> tuple[tuple[int, int], ...]:
         ShardingError: not a list of pairs, or a device that sends or receives twice.
     """
     match = _LISTS.match(text)
-    pairs: Groups = _from_lists(match) if match and _ENDS.match(text, match.end()) else ((),)
-    if any(len(pair) != 2 for pair in pairs):
+    if match is None or not _ENDS.match(text, match.end()) or any(len(pair) != 2 for pair in _from_lists(match)):
         raise ShardingError(f"source_target_pairs {text[:80]!r} are not a list of pairs")
+    pairs = _from_lists(match)
     if any(len({pair[end] for pair in pairs}) != len(pairs) for end in (0, 1)):
         raise ShardingError(f"source_target_pairs {text[:80]!r}: a device sends or receives twice")
     return tuple((pair[0], pair[1]) for pair in pairs)
