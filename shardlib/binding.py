@@ -28,6 +28,7 @@ from shardlib.loss import Loss
 from shardlib.optimizer_specs import abstract_state, optimizer_specs
 from shardlib.place import active
 from shardlib.plan import Plan
+from shardlib.propose import is_bare
 from shardlib.specs import Entry, Resolution, entry_of, resolve
 from shardlib.step import LossFunction, evaluate_loss
 from shardlib.strategies import default_rules
@@ -97,6 +98,11 @@ def bind(
     abstract_batch = batches.abstract(batch_spec)
     create = _creator(model, abstract_batch, init)
     boxed = _eval_shape(create)
+    if is_bare(boxed) and not plan.rules.patterns:
+        raise ShardingError(
+            f"no parameter of {model_name(model)} has logical axes, and the rules have no patterns",
+            fix='annotate the model, or save what "shardlib explain MODEL" proposes and pass it as rules',
+        )
     params = resolve(boxed, plan.rules, mesh)
     batch = resolve(batch_spec, plan.rules, mesh)
     abstract_params = _unboxed(boxed)
@@ -123,6 +129,17 @@ def bind(
         ready_params=nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else None,
         notices=(*params.notices, *batch.notices, *_dead_rules(plan, named)),
     )
+
+
+def abstract_parameters(model: Any, batch_spec: Any, *, init: Callable[..., Any] | None = None) -> Any:
+    """The model's parameters as abstract arrays, boxes and NNX variables kept; nothing is allocated."""
+    return _eval_shape(_creator(model, batches.abstract(batch_spec), init))
+
+
+def model_name(model: Any) -> str:
+    """What errors call a model: its class, or the factory's name."""
+    factory = getattr(model, "func", model)
+    return getattr(factory, "__name__", type(model).__name__)
 
 
 def _check_patterns(params: Resolution, plan: Plan) -> None:

@@ -122,7 +122,9 @@ def mesh_shape(mesh: Mesh | AbstractMesh | MeshShape | str) -> MeshShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Leaf:
+class Leaf:
+    """One array of a tree with the logical axes it carries, None when it carries none."""
+
     path: str
     shape: tuple[int, ...]
     dtype: str
@@ -130,7 +132,12 @@ class _Leaf:
     is_parameter: bool
 
 
-def _flatten(tree: Any) -> tuple[list[_Leaf], Any]:
+def array_leaves(tree: Any) -> list[Leaf]:
+    """The arrays of a tree in tree order, with whatever axes they carry."""
+    return _flatten(tree)[0]
+
+
+def _flatten(tree: Any) -> tuple[list[Leaf], Any]:
     """Leaves with their names, and the structure of the tree without boxes (NNX variables stay in it)."""
     if isinstance(tree, nnx.Module):
         tree = nnx.state(tree)
@@ -146,7 +153,7 @@ def _is_box(node: Any) -> bool:
     return isinstance(node, meta.AxisMetadata)
 
 
-def _leaf(path: tuple[Any, ...], node: Any, has_collections: bool) -> _Leaf:
+def _leaf(path: tuple[Any, ...], node: Any, has_collections: bool) -> Leaf:
     text, value, names, is_parameter = path_text(path), node, None, True
     if has_collections:
         is_parameter = text.split("/")[0] == "params"
@@ -160,7 +167,7 @@ def _leaf(path: tuple[Any, ...], node: Any, has_collections: bool) -> _Leaf:
         names, value = tuple(node.names), node.value
     elif isinstance(node, ArraySpec):
         names = node.axes
-    return _Leaf(
+    return Leaf(
         path=text,
         shape=tuple(value.shape),
         dtype=str(value.dtype),
@@ -169,7 +176,7 @@ def _leaf(path: tuple[Any, ...], node: Any, has_collections: bool) -> _Leaf:
     )
 
 
-def _names_of(leaf: _Leaf, rules: Rules, used: set[str], failures: list[str], notices: list[str]) -> Names | None:
+def _names_of(leaf: Leaf, rules: Rules, used: set[str], failures: list[str], notices: list[str]) -> Names | None:
     """The logical axes of an array: its own, or the first matching pattern's; None after a failure."""
     names, origin = leaf.names, "its annotation"
     if names is None:
@@ -200,7 +207,7 @@ def _names_of(leaf: _Leaf, rules: Rules, used: set[str], failures: list[str], no
     return names
 
 
-def _pattern_fix(leaf: _Leaf) -> str:
+def _pattern_fix(leaf: Leaf) -> str:
     axes = ", ".join(['"..."'] * len(leaf.shape))
     return f'"{re.escape(leaf.path)}" = [{axes}]'
 

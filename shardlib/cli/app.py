@@ -8,6 +8,7 @@ import sys
 import typer
 
 from shardlib._version import __version__
+from shardlib.cli.explain import explain
 from shardlib.cli.output import user_errors
 
 app = typer.Typer(
@@ -31,6 +32,9 @@ def root(
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Name a mesh; see every sharding decision; train a Flax model on it with the numbers of one device."""
+
+
+app.command()(explain)
 
 
 def main() -> None:

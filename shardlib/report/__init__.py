@@ -1,0 +1,1 @@
+"""Rich rendering of plain values: explanations, schedules, pictures."""
