@@ -190,13 +190,14 @@ def build(config: Config, *, batch: int = 16) -> language.Example:
 
 def tiny(*, batch: int = 16, **overrides: Any) -> language.Example:
     """A byte-level Llama of 0.85M parameters; `overrides` are fields of `Config`."""
-    sizes: dict[str, Any] = {"layers": 4, "embed": 128, "heads": 4, "kv_heads": 2, "mlp": 384, "vocab": 256}
-    return build(Config(**(sizes | {"length": 128} | overrides)), batch=batch)
+    sizes: dict[str, Any] = {"layers": 4, "embed": 128, "heads": 4, "kv_heads": 2, "mlp": 384}
+    common: dict[str, Any] = {"vocab": 256, "length": 128}
+    return build(Config(**(sizes | common | overrides)), batch=batch)
 
 
-# Sizes and rotary base: Grattafiori et al. 2024, "The Llama 3 Herd of Models" (2407.21783), table 3; vocabulary with its
-# 256 special tokens: config.json of huggingface.co/meta-llama/Llama-3.1-8B. The batch of 405B is section 3.4.1's 16M
-# tokens in sequences of 8,192; a quarter of it for the smaller two is our choice.
+# Sizes and rotary base: Grattafiori et al. 2024, "The Llama 3 Herd of Models" (2407.21783), table 3; vocabulary with
+# its 256 special tokens: config.json of huggingface.co/meta-llama/Llama-3.1-8B. The batch of 405B is section 3.4.1's
+# 16M tokens in sequences of 8,192; a quarter of it for the smaller two is our choice.
 
 
 def llama_8b(*, batch: int = 512, **overrides: Any) -> language.Example:
