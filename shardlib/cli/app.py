@@ -8,8 +8,11 @@ import sys
 import typer
 
 from shardlib._version import __version__
+from shardlib.cli.demo import demo
 from shardlib.cli.explain import explain
 from shardlib.cli.output import user_errors
+from shardlib.cli.schedule import schedule
+from shardlib.cli.train import train
 
 app = typer.Typer(
     name="shardlib",
@@ -35,6 +38,9 @@ def root(
 
 
 app.command()(explain)
+app.command()(train)
+app.command()(demo)
+app.command()(schedule)
 
 
 def main() -> None:

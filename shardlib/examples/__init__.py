@@ -1,0 +1,1 @@
+"""Models small enough to read in a minute; `shardlib demo` runs them."""
