@@ -160,8 +160,10 @@ def memory_steps(simulation: Simulation, rank: int) -> list[tuple[float, float]]
             kept = times.stash[stage]
             changes.append((end, {BACKWARD: 0, INPUT: kept}.get(kind, 0) - _held(times, kind, stage)))
     curve, live = [(0.0, 0.0)], 0
-    for time, change in sorted(changes):  # what a moment frees is free before what that moment allocates
+    for time, change in sorted(changes):
         live += change
+        if curve[-1][0] == time:  # what a moment frees is free for what it allocates: only the sum shows
+            curve.pop()
         curve.append((time, live / times.size_scale))
     return curve
 
