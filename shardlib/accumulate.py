@@ -1,0 +1,133 @@
+"""Gradients of the whole objective from its parts: slices side by side, microbatches one after another.
+
+In: a loss, parameters, a batch cut into [microbatches, slices, rows, ...], a key per slice. Out: gradients in float32
+and `Sums`. The weight is known before the first backward pass, so every part is differentiated at its final scale.
+
+    grads, sums = gradients(loss, params, pieces, keys, state=None, reduce=lambda sums: sums)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.jax_compat import pruned
+from shardlib.loss import ratio
+from shardlib.objective import LossFunction, Sums, folded, sums_of
+
+
+def gradients(
+    loss: LossFunction,
+    params: Any,
+    pieces: Any,
+    keys: Any,
+    *,
+    state: Any,
+    reduce: Callable[[Sums], Sums],
+    fetch: Callable[[Any], Any] = lambda params: params,
+    slice_axes: tuple[str, ...] = (),
+) -> tuple[Any, Sums]:
+    """Differentiates `sum(total) / sum(weight) + mean(per_microbatch)` over all parts.
+
+    Args:
+        loss: `(params, batch, rng) -> scalar | Loss`.
+        params: what to differentiate by, or what `fetch` makes it from.
+        pieces: leaves [microbatches, slices, rows, ...].
+        keys: PRNG keys [microbatches, slices], or None.
+        state: collections the loss reads and updates, or None.
+        reduce: adds `Sums` over devices that hold other rows of the batch.
+        fetch: parameters as held -> as used, once per microbatch (a gather).
+        slice_axes: mesh axes that the slice dim is sharded over.
+
+    Returns:
+        Gradients by `fetch(params)` in float32, not summed over devices, and reduced `Sums`.
+    """
+    num_microbatches, num_slices = jax.tree.leaves(pieces)[0].shape[:2]
+    part = _over_slices(loss, num_slices, slice_axes)
+    if num_microbatches == 1:
+        return _one(part, fetch(params), *_take(pieces, keys, 0), state=state, reduce=reduce)
+    weights = _summed_weights(part, fetch, params, pieces, keys)
+    total = reduce(weights)
+
+    def body(carry: tuple[Any, Sums], piece: Any) -> tuple[tuple[Any, Sums], None]:
+        grads, sums = carry
+        used = fetch(params)
+        new, more = _pull(part, used, *piece, state=None, scales=_scales(total))
+        return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new), sums + more), None
+
+    used = jax.eval_shape(fetch, params)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), used)
+    nothing = jax.tree.map(jnp.zeros_like, weights)
+    (grads, sums), _ = jax.lax.scan(body, (zeros, nothing), (pieces, keys))
+    return grads, reduce(sums)
+
+
+def _one(part: Any, params: Any, piece: Any, key: Any, *, state: Any, reduce: Any) -> tuple[Any, Sums]:
+    """A single microbatch: forward, then the weight over all devices, then backward at the final scale."""
+
+    def objective(params: Any) -> tuple[tuple[Any, Any], Sums]:
+        sums = part(params, piece, key, state)
+        return (sums.total, sums.per_microbatch), sums
+
+    _, pull, sums = jax.vjp(objective, params, has_aux=True)
+    reduced = reduce(sums)
+    (grads,) = pull(_scales(reduced))
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads), reduced
+
+
+def _pull(part: Any, params: Any, piece: Any, key: Any, *, state: Any, scales: Any) -> tuple[Any, Sums]:
+    def objective(params: Any) -> tuple[tuple[Any, Any], Sums]:
+        sums = part(params, piece, key, state)
+        return (sums.total, sums.per_microbatch), sums
+
+    _, pull, sums = jax.vjp(objective, params, has_aux=True)
+    return pull(scales)[0], sums
+
+
+def _scales(total: Sums) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of (total, per_microbatch): 1 / weight, zero where nothing is weighted, and 1 / parts."""
+    return ratio(1.0, total.weight), 1.0 / total.parts
+
+
+def _summed_weights(part: Any, fetch: Any, params: Any, pieces: Any, keys: Any) -> Sums:
+    """The weights and parts of all microbatches, by the equations they need alone; the rest of Sums is zero."""
+    used = jax.eval_shape(fetch, params)
+    first_piece, first_key = _take(pieces, keys, 0)
+
+    def counts(piece: Any, key: Any, params: Any) -> tuple[Any, Any]:
+        sums = part(params, piece, key, None)
+        return sums.weight, sums.parts
+
+    counted = pruned(counts, first_piece, first_key, used)
+    shape = jax.eval_shape(lambda p, k, q: part(q, p, k, None), first_piece, first_key, used)
+    zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape)
+
+    def body(sums: Sums, piece: Any) -> tuple[Sums, None]:
+        weight, parts = counted(*piece)
+        return Sums(
+            total=sums.total,
+            weight=sums.weight + weight,
+            per_microbatch=sums.per_microbatch,
+            parts=sums.parts + parts,
+            aux=sums.aux,
+        ), None
+
+    return jax.lax.scan(body, zero, (pieces, keys))[0]
+
+
+def _over_slices(loss: LossFunction, num_slices: int, slice_axes: tuple[str, ...]) -> Any:
+    """`(params, piece, key, state) -> Sums` over the slice dim; a single slice is not vmapped."""
+
+    def one(params: Any, piece: Any, key: Any, state: Any) -> Sums:
+        return sums_of(loss, params, piece, key, state=state)
+
+    if num_slices == 1:
+        first = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)  # noqa: E731
+        return lambda params, piece, key, state: one(params, first(piece), first(key), state)
+    many = jax.vmap(one, in_axes=(None, 0, 0, None), spmd_axis_name=slice_axes or None)
+    return lambda params, piece, key, state: folded(many(params, piece, key, state))
+
+
+def _take(pieces: Any, keys: Any, index: int) -> tuple[Any, Any]:
+    return jax.tree.map(lambda leaf: leaf[index], (pieces, keys))

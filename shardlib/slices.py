@@ -1,0 +1,64 @@
+"""Cutting a batch into microbatches and slices without moving a row between devices, and one key per slice.
+
+In: a batch whose leaves have a batch dim of `parts * rows`. Out: leaves [microbatches, slices, rows, ...].
+
+    pieces = cut(batch, dims, num_microbatches=4, num_slices=8)
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from meshes.errors import raise_collected
+from shardlib import batch_spec as batches
+
+BATCH = "batch"
+
+
+def batch_dims(spec: Any) -> Any:
+    """For every leaf of a batch spec, the position of its batch dim, or -1 for an input shared by all rows."""
+    return jax.tree.map(
+        lambda leaf: leaf.axes.index(BATCH) if BATCH in leaf.axes else -1, spec, is_leaf=batches.is_spec
+    )
+
+
+def cut(batch: Any, dims: Any, *, num_microbatches: int, num_slices: int) -> Any:
+    """Leaves [.., rows_of_all, ..] to [microbatches, slices, .., rows, ..]; shared inputs are repeated by reference.
+
+    Slice `s` of microbatch `m` is part `s * num_microbatches + m` of the batch: each microbatch takes every
+    `num_microbatches`-th part, so that a dim sharded in blocks stays where it is.
+    """
+
+    def leaf(x: jax.Array, dim: int) -> jax.Array:
+        if dim < 0:
+            return jnp.broadcast_to(x, (num_microbatches, num_slices, *x.shape))
+        rows = x.shape[dim] // (num_microbatches * num_slices)
+        parted = x.reshape(*x.shape[:dim], num_slices, num_microbatches, rows, *x.shape[dim + 1 :])
+        return jnp.moveaxis(parted, (dim + 1, dim), (0, 1))
+
+    return jax.tree.map(leaf, batch, dims)
+
+
+def part_keys(rng: Any, *, first: Any, num_microbatches: int, num_slices: int) -> Any:
+    """Keys [microbatches, slices]: part `first + s * num_microbatches + m` folded into the step's key."""
+    m, s = jnp.meshgrid(jnp.arange(num_microbatches), jnp.arange(num_slices), indexing="ij")
+    parts = first + s * num_microbatches + m
+    return jax.vmap(jax.vmap(lambda part: jax.random.fold_in(rng, part)))(parts)
+
+
+def check_divides(spec: Any, *, parts: int, why: str) -> None:
+    """Raises when a batch dim is not a multiple of the parts it is cut into."""
+    raise_collected(
+        [
+            f"{path} has {leaf.shape[leaf.axes.index(BATCH)]} rows, not a multiple of {parts}"
+            for path, leaf in _leaves(spec)
+            if BATCH in leaf.axes and leaf.shape[leaf.axes.index(BATCH)] % parts
+        ],
+        heading=f"the batch cannot be cut into {parts} parts ({why}); fix: change the batch size or the plan:",
+    )
+
+
+def _leaves(spec: Any) -> list[tuple[str, batches.ArraySpec]]:
+    flat, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=batches.is_spec)
+    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]
