@@ -39,6 +39,11 @@ class Channel:
     shift: int
     pairs: tuple[tuple[int, int], ...]
 
+    @property
+    def name(self) -> str:
+        """`F+1`: its kind and its shift."""
+        return f"{self.kind}+{self.shift}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ticks:

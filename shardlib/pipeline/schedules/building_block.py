@@ -20,7 +20,7 @@ PASSES: Final = ((FORWARD, 0), (FORWARD, 1), (INPUT, 1), (INPUT, 0))
 LOOK_AHEAD: Final = 64
 
 
-def block_offsets(stages: int, *, hops: tuple[int, int, int, int]) -> list[list[int]]:
+def block_offsets(stages: int, *, hops: tuple[int, int, int, int]) -> list[list[int]] | None:
     """Per rank the slots of the four passes of microbatch 0, so that repeating them every 6 slots never collides.
 
     Args:
@@ -28,7 +28,7 @@ def block_offsets(stages: int, *, hops: tuple[int, int, int, int]) -> list[list[
         hops: slots from one rank to the next, for each pass.
 
     Returns:
-        The offsets with the shortest waits at the three turns.
+        The offsets with the shortest waits at the three turns; None if some rank collides whatever the waits.
     """
     best: tuple[int, list[list[int]]] | None = None
     for waits in itertools.product(range(1, INTERVAL + 1), repeat=3):
@@ -41,8 +41,7 @@ def block_offsets(stages: int, *, hops: tuple[int, int, int, int]) -> list[list[
         if all(len({offset % INTERVAL for offset in row}) == 4 for row in offsets):
             total = sum(waits)
             best = (total, offsets) if best is None or total < best[0] else best
-    assert best, f"hops {hops} collide on {stages} stages whatever the waits"
-    return best[1]
+    return best[1] if best else None
 
 
 def block_rows(offsets: list[list[int]], *, microbatches: int) -> list[list[Action]]:
@@ -69,11 +68,12 @@ def block_rows(offsets: list[list[int]], *, microbatches: int) -> list[list[Acti
     return rows
 
 
-def squeeze(rows: list[list[Action]], *, limit: int) -> list[tuple[Action, ...]]:
+def squeeze(rows: list[list[Action]], *, limit: int, strict: bool = True) -> list[tuple[Action, ...]] | None:
     """Runs the rows slot by slot; a rank that would wait does the next thing it can instead, if memory allows.
 
     A forward may overtake what stands before it only if the rows, run in their order from there, stay within
-    `limit` live chunk activations (F to W): so overtaking never blocks what it overtook.
+    `limit` live chunk activations (F to W): so overtaking never blocks what it overtook. A limit below what the
+    block itself needs may still block everything: an error if `strict`, otherwise None.
     """
     placement = Placement.v_shape(len(rows))
     stage_of = [[placement.stage(rank, chunk=chunk) for chunk in (0, 1)] for rank in range(len(rows))]
@@ -89,6 +89,8 @@ def squeeze(rows: list[list[Action]], *, limit: int) -> list[tuple[Action, ...]]
                 live[rank] += _change(cell)
                 result[rank].append(cell)
                 started.append((cell.kind, stage_of[rank][cell.chunk], cell.microbatch))
+        if not started and not strict:
+            return None
         assert started, f"no rank can go on at slot {slot}"
         ends.update(dict.fromkeys(started, slot + 1))
         slot += 1

@@ -25,8 +25,10 @@ def v_min(*, stages: int, chunks: int = 2, microbatches: int) -> Table:
 
 
 def _from_block(name: str, stages: int, *, hops: tuple[int, int, int, int], limit: int, microbatches: int) -> Table:
-    rows = block_rows(block_offsets(stages, hops=hops), microbatches=microbatches)
-    return Table(name=name, placement=Placement.v_shape(stages), rows=tuple(squeeze(rows, limit=2 * limit)))
+    offsets = block_offsets(stages, hops=hops)
+    assert offsets, f"hops {hops} collide on {stages} stages"
+    squeezed = squeeze(block_rows(offsets, microbatches=microbatches), limit=2 * limit)
+    return Table(name=name, placement=Placement.v_shape(stages), rows=tuple(squeezed or ()))
 
 
 V_HALF = Schedule(
