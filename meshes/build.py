@@ -89,14 +89,14 @@ def _inner_sizes(shape: MeshShape, *, num_slices: int, per_slice: set[int]) -> t
         shared = math.gcd(remaining, size)
         remaining //= shared
         sizes[i] = size // shared
-        if remaining == 1:
-            return tuple(sizes)
         if sizes[i] != 1:
             break
+        if remaining == 1:
+            return tuple(sizes)
     raise ShardingError(
         f"mesh {shape} over {num_slices} slices puts axis {shape.names[i]!r} inside and across slices: "
         "its collectives would run over the slow network",
-        fix=f'put an axis whose size is a multiple of {num_slices} first, such as "replica={num_slices},..."',
+        fix=f'put axes first whose sizes multiply to {num_slices}, such as "replica={num_slices},..."',
     )
 
 

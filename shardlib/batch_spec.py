@@ -33,8 +33,8 @@ class ArraySpec:
             raise ShardingError(f"an input of shape {self.shape} has {len(self.axes)} axis names {self.axes}")
 
     def abstract(self) -> jax.ShapeDtypeStruct:
-        """The same as a `jax.ShapeDtypeStruct`."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype)
+        """The same as a `jax.ShapeDtypeStruct`, its dtype as JAX holds it (float64 is float32 unless enabled)."""
+        return jax.ShapeDtypeStruct(self.shape, jax.dtypes.canonicalize_dtype(self.dtype))
 
 
 def is_spec(leaf: Any) -> bool:

@@ -29,7 +29,7 @@ from shardlib.optimizer_specs import abstract_state, optimizer_specs
 from shardlib.place import active
 from shardlib.plan import Plan
 from shardlib.propose import is_bare
-from shardlib.specs import Entry, Resolution, entry_of, resolve
+from shardlib.specs import Entry, Resolution, entry_of, notices_of, resolve
 from shardlib.step import LossFunction, evaluate_loss
 from shardlib.strategies import default_rules
 
@@ -96,7 +96,7 @@ def bind(
     """
     mesh = abstract_mesh(plan.mesh)
     abstract_batch = batches.abstract(batch_spec)
-    create = _creator(model, abstract_batch, init)
+    create = _creator(model, batch_spec, init)
     boxed = _eval_shape(create)
     if is_bare(boxed) and not plan.rules.patterns:
         raise ShardingError(
@@ -108,9 +108,9 @@ def bind(
     abstract_params = _unboxed(boxed)
     entries: dict[tuple[Names, tuple[int, ...]], Entry] = {}
 
-    def record(names: Names, shape: tuple[int, ...], decisions: tuple[Decision, ...]) -> None:
+    def record(names: Names, x: Any, decisions: tuple[Decision, ...]) -> None:
         path = "(" + ", ".join(name or "none" for name in names) + ")"
-        entries.setdefault((names, shape), entry_of(path, shape, "float32", names, decisions, plan.mesh))
+        entries.setdefault((names, x.shape), entry_of(path, x.shape, str(x.dtype), names, decisions, plan.mesh))
 
     _check_patterns(params, plan)
     traced = under(active(plan.rules, mesh, record=record), loss)
@@ -127,13 +127,18 @@ def bind(
         batch=batch,
         activations=activations,
         ready_params=nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else None,
-        notices=(*params.notices, *batch.notices, *_dead_rules(plan, named)),
+        notices=(
+            *params.notices,
+            *batch.notices,
+            *(notice for entry in activations for notice in notices_of(entry)),
+            *_dead_rules(plan, named),
+        ),
     )
 
 
 def abstract_parameters(model: Any, batch_spec: Any, *, init: Callable[..., Any] | None = None) -> Any:
     """The model's parameters as abstract arrays, boxes and NNX variables kept; nothing is allocated."""
-    return _eval_shape(_creator(model, batches.abstract(batch_spec), init))
+    return _eval_shape(_creator(model, batch_spec, init))
 
 
 def model_name(model: Any) -> str:
@@ -186,10 +191,10 @@ def _check_loss(loss: LossFunction, params: Any, batch: Any) -> None:
             )
 
 
-def _creator(model: Any, batch: Any, init: Callable[..., Any] | None) -> Callable[[Any], Any]:
+def _creator(model: Any, batch_spec: Any, init: Callable[..., Any] | None) -> Callable[[Any], Any]:
     """PRNG key -> the model's parameters, boxes and variables included."""
     if isinstance(model, nn.Module):
-        return lambda key: _linen_params(model, key, batch, init)
+        return lambda key: _linen_params(model, key, batch_spec, init)
     if isinstance(model, nnx.Module):
         state = nnx.state(model, nnx.Param)
         return lambda key: state
@@ -208,11 +213,11 @@ def _call_factory(factory: Callable[..., Any], key: Any) -> nnx.Module:
     return module
 
 
-def _linen_params(model: nn.Module, key: Any, batch: Any, init: Callable[..., Any] | None) -> Any:
+def _linen_params(model: nn.Module, key: Any, batch_spec: Any, init: Callable[..., Any] | None) -> Any:
     params_key, dropout_key = jax.random.split(key)
     keys = {"params": params_key, "dropout": dropout_key}
-    zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), batch)
-    variables = init(keys, zeros) if init else model.init(keys, **_call_arguments(model, zeros))
+    zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), batches.abstract(batch_spec))
+    variables = init(keys, zeros) if init else model.init(keys, **_call_arguments(model, zeros, batch_spec))
     extra = sorted(set(variables) - {"params"})
     if extra:
         raise ShardingError(
@@ -222,8 +227,8 @@ def _linen_params(model: nn.Module, key: Any, batch: Any, init: Callable[..., An
     return variables["params"]
 
 
-def _call_arguments(model: nn.Module, batch: Any) -> dict[str, Any]:
-    """The batch entries that the module's call takes by name, or the first entry for its only argument."""
+def _call_arguments(model: nn.Module, batch: Any, batch_spec: Any) -> dict[str, Any]:
+    """The batch entries that the module's call takes by name, or the spec's first entry for its first argument."""
     parameters = _parameters(type(model).__call__)
     names = [name for name in parameters if name != "self"]
     if isinstance(batch, dict):
@@ -231,7 +236,7 @@ def _call_arguments(model: nn.Module, batch: Any) -> dict[str, Any]:
         if found:
             return found
         if names and batch:
-            return {names[0]: next(iter(batch.values()))}
+            return {names[0]: batch[next(iter(batch_spec))]}  # the batch itself went through JAX, which sorts keys
     raise ShardingError(
         f"{type(model).__name__}.__call__ takes ({', '.join(names)}), and the batch spec is no dict with such entries",
         fix="make batch_spec a dict with those names, or pass init=lambda keys, batch: model.init(keys, ...)",

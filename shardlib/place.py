@@ -23,7 +23,7 @@ from shardlib.specs import mesh_shape
 from shardlib.tree_paths import leaves_with_paths
 
 T = TypeVar("T")
-Record = Callable[[Names, tuple[int, ...], tuple[Decision, ...]], None]
+Record = Callable[[Names, Any, tuple[Decision, ...]], None]
 
 
 def shardings(specs: Any, mesh: Mesh | AbstractMesh) -> Any:
@@ -45,25 +45,30 @@ def with_rules(function: Callable[..., T], rules: Rules, mesh: Mesh | AbstractMe
 
 
 def active(rules: Rules, mesh: Mesh | AbstractMesh, *, record: Record | None = None) -> annotate.Active:
-    """The value that puts rules in force in a trace; `record` hears every decision about an activation."""
+    """The value that puts rules in force in a trace; `record` hears `(names, array, decisions)`."""
     shape = mesh_shape(mesh)
     explicit = AxisType.Explicit in mesh.axis_types
 
     def constrain(x: Any, names: Names) -> Any:
         decisions = decide_activation(names, x.shape, rules=rules, mesh=mesh)
         if record is not None:
-            record(names, x.shape, decisions)
+            record(names, x, decisions)
         if shape.num_devices == 1:
             return x
         sharding = NamedSharding(mesh, spec_of(decisions))
         return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
 
     def shards_of_heads(query_shape: tuple[int, ...]) -> int:
-        names = ("batch", "length", "heads", "head_dim")
-        heads = decide_activation(names, query_shape, rules=rules, mesh=mesh)[2]
-        return math.prod(shape.size(axis) for axis in heads.mesh_axes)
+        names = known(("batch", "length", "heads", "head_dim"))
+        decisions = decide_activation(names, query_shape, rules=rules, mesh=mesh)
+        return math.prod(shape.size(axis) for axis in decisions[2].mesh_axes)
 
-    return annotate.Active(constrain=constrain, ops={"attention": sharded_heads_attention(shards_of_heads, constrain)})
+    def known(names: Names) -> Names:
+        # The names of the attention slot are ours, not the model's: rules that know none of them are complete.
+        return tuple(name if name and rules.for_name(name) else None for name in names)
+
+    attention = sharded_heads_attention(shards_of_heads, lambda x, names: constrain(x, known(names)))
+    return annotate.Active(constrain=constrain, ops={"attention": attention})
 
 
 def decide_activation(
@@ -97,7 +102,7 @@ def place(tree: T, wanted: Any) -> T:
         ShardingError: the structures differ.
     """
     if jax.tree.structure(tree) != jax.tree.structure(wanted):
-        raise _structure_error(tree, wanted)
+        raise structure_error(tree, wanted)
     placed = jax.device_put(tree, wanted)
     seen: set[int] = set()
     return jax.tree.map(lambda leaf: _own_buffer(leaf, seen), placed)
@@ -118,7 +123,8 @@ def _raw(leaf: jax.Array) -> jax.Array:
     return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
-def _structure_error(tree: Any, wanted: Any) -> ShardingError:
+def structure_error(tree: Any, wanted: Any) -> ShardingError:
+    """The error for a tree that has another structure than wanted: paths that are missing and unknown."""
     have, want = ({path for path, _ in leaves_with_paths(side)} for side in (tree, wanted))
     lines = [f"- missing: {path}" for path in sorted(want - have)] + [
         f"- unknown: {path}" for path in sorted(have - want)

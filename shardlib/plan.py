@@ -50,7 +50,7 @@ class Plan:
         """
         try:
             document: Any = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # malformed, or nested too deep
             raise ShardingError(f"plan: not JSON: {error}") from None
         if not isinstance(document, dict) or not isinstance(document.get("mesh"), str):
             raise ShardingError('plan: "mesh" is missing or not text', fix='write {"mesh": "data=2,tensor=4"}')

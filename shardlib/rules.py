@@ -20,6 +20,8 @@ Taken = Literal["keep", "error"]
 Unknown = Literal["error", "replicate"]
 
 _NAME: Final = r"[A-Za-z_][A-Za-z0-9_]*"
+_NONE: Final = "none"
+_LOGICAL: Final = rf"{_NAME}(?:\[[0-9]+\])?"
 _RULE = re.compile(rf"\s*({_NAME})\s*->\s*({_NAME}(?:\s*\+\s*{_NAME})*)\s*((?:;[^;]*)*)\Z")
 _OPTIONS: Final = {"indivisible": get_args(Indivisible), "taken": get_args(Taken), "beside": None}
 
@@ -48,6 +50,11 @@ class Rule:
             raise ShardingError(
                 f"rule {self}: {self.logical!r} is not a logical axis name", fix="use letters, digits, _"
             )
+        if not isinstance(self.mesh_axes, tuple) or not all(_is_mesh_axis(axis) for axis in self.mesh_axes):
+            raise ShardingError(
+                f"rule for {self.logical!r}: {self.mesh_axes!r} is not a tuple of mesh axis names",
+                fix='write ("fsdp",) or ("data", "fsdp"); the empty tuple, "none" in text, replicates',
+            )
         twice = sorted({axis for axis in self.mesh_axes if self.mesh_axes.count(axis) > 1})
         if twice:
             raise ShardingError(
@@ -56,6 +63,8 @@ class Rule:
             )
         _check_option("indivisible", self.indivisible or "error", str(self))
         _check_option("taken", self.taken, str(self))
+        if self.beside is not None:
+            _check_option("beside", self.beside, str(self))
 
     @classmethod
     def parse(cls, text: str, /) -> "Rule":
@@ -73,14 +82,16 @@ class Rule:
         for option in filter(None, (part.strip() for part in options_text.split(";"))):
             key, _, value = (part.strip() for part in option.partition("="))
             _check_option(key, value, text)
+            if key in options:
+                raise ShardingError(f"rule {text!r}: option {key!r} is given twice", fix="give it once")
             options[key] = value
-        return cls(logical=logical, mesh_axes=() if axes == ("none",) else axes, **options)
+        return cls(logical=logical, mesh_axes=() if axes == (_NONE,) else axes, **options)
 
     def __str__(self) -> str:
         options = [("indivisible", self.indivisible), ("taken", self.taken if self.taken != "keep" else None)]
         options.append(("beside", self.beside))
         tail = "".join(f"; {key}={value}" for key, value in options if value is not None)
-        return f"{self.logical} -> {'+'.join(self.mesh_axes) or 'none'}{tail}"
+        return f"{self.logical} -> {'+'.join(self.mesh_axes) or _NONE}{tail}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,18 +117,19 @@ class Rules:
     unknown: Unknown = "error"
 
     def __post_init__(self):
+        if not isinstance(self.rules, tuple) or not all(isinstance(rule, Rule) for rule in self.rules):
+            raise ShardingError("rules must be a tuple of Rule", fix='use Rules.parse(["batch -> data", ...]) for text')
         failures: list[str] = []
         for index, rule in enumerate(self.rules):
-            earlier = next((other for other in self.rules[:index] if _shadows(other, rule)), None)
+            earlier = next((other for other in self.rules[:index] if _shadows(other, rule, self.indivisible)), None)
             if earlier is not None:
                 failures.append(f"rule {str(rule)!r} can never fire: {str(earlier)!r} comes first; fix: delete one")
-        for regex, names in self.patterns:
-            try:
-                re.compile(regex)
-            except re.error as error:
-                failures.append(f"pattern {regex!r} is not a regular expression: {error}")
-            if isinstance(names, str):
-                failures.append(f'pattern {regex!r}: the axes must be a list, such as ["embed", "mlp"]')
+                if set(rule.mesh_axes) < set(earlier.mesh_axes):
+                    failures[-1] += f', or write "{replace(earlier, indivisible="next")}"'
+        for index, (regex, names) in enumerate(self.patterns):
+            failures += _pattern_failures(regex, names)
+            if any(regex == other for other, _ in self.patterns[:index]):
+                failures.append(f"pattern {regex!r} can never fire: it is there before; fix: delete one")
         for key, value, known in (
             ("indivisible", self.indivisible, get_args(Indivisible)),
             ("unknown", self.unknown, get_args(Unknown)),
@@ -131,6 +143,8 @@ class Rules:
     @classmethod
     def parse(cls, lines: Iterable[str], /, **options: Any) -> "Rules":
         """Rules from lines of rule text; options are the fields of `Rules`. Every bad line is listed."""
+        if isinstance(lines, str):
+            raise ShardingError(f"rules are a list of lines, not the text {lines!r}", fix=f"write [{lines!r}]")
         rules: list[Rule] = []
         failures: list[str] = []
         for line in lines:
@@ -147,8 +161,11 @@ class Rules:
 
     def with_first(self, extra: "Rules") -> "Rules":
         """`extra` placed before these rules; rules that `extra` makes unreachable are dropped."""
-        kept = [rule for rule in self.rules if not any(_shadows(other, rule) for other in extra.rules)]
-        return replace(extra, rules=(*extra.rules, *kept), patterns=(*extra.patterns, *self.patterns))
+        shadowed = lambda rule: any(_shadows(other, rule, extra.indivisible) for other in extra.rules)  # noqa: E731
+        kept = [rule for rule in self.rules if not shadowed(rule)]
+        patterns = dict((*self.patterns, *extra.patterns))
+        ordered = {regex: patterns[regex] for regex, _ in (*extra.patterns, *self.patterns)}
+        return replace(extra, rules=(*extra.rules, *kept), patterns=tuple(ordered.items()))
 
     def to_toml(self) -> str:
         """The rules as a TOML document that `from_toml` reads back."""
@@ -157,7 +174,7 @@ class Rules:
         if self.patterns:
             lines += ["", "[patterns]"]
             for regex, names in self.patterns:
-                axes = ", ".join(_quoted(name or "none") for name in names)
+                axes = ", ".join(_quoted(_NONE if name is None else name) for name in names)
                 lines.append(f"{_quoted(regex)} = [{axes}]")
         return "\n".join(lines) + "\n"
 
@@ -178,7 +195,7 @@ class Rules:
         """
         try:
             document = tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (ValueError, RecursionError) as error:  # tomllib: malformed, an integer of 5,000 digits, deep nesting
             raise ShardingError(
                 f"{source}: not a TOML document: {error}", fix='write rules = ["batch -> data"]'
             ) from None
@@ -192,9 +209,11 @@ class Rules:
         extends = document.get("extends")
         if extends not in (None, "default"):
             failures.append(f'extends = {extends!r} is unknown; fix: extends = "default", or leave it out')
+        elif extends and base is None:
+            failures.append(f"extends = {extends!r} needs the rules to extend; fix: pass base=default_rules()")
         raise_collected(failures, heading=f"{source}:")
         options = {key: document[key] for key in ("indivisible", "unknown") if key in document}
-        options["patterns"] = tuple((k, tuple(None if n == "none" else n for n in v)) for k, v in patterns.items())
+        options["patterns"] = tuple((k, tuple(None if n == _NONE else n for n in v)) for k, v in patterns.items())
         try:
             own = cls.parse(lines, **options)
         except ShardingError as error:
@@ -202,11 +221,36 @@ class Rules:
         return base.with_first(own) if extends and base is not None else own
 
 
-def _shadows(earlier: Rule, later: Rule) -> bool:
-    """True when `earlier` always decides before `later` could: same name, and it never passes a dim on."""
+def _shadows(earlier: Rule, later: Rule, indivisible: Indivisible) -> bool:
+    """True when `earlier` always decides before `later` could: it never passes on a dim that `later` would split.
+
+    After "mlp -> fsdp+tensor" the rule "mlp -> tensor" is dead: wherever tensor is free, the first takes it, unless
+    its sizes do not divide and its policy is to try the next rule.
+    """
     if earlier.logical != later.logical or earlier.beside not in (None, later.beside):
         return False
-    return not earlier.mesh_axes or earlier.mesh_axes == later.mesh_axes
+    if not earlier.mesh_axes:
+        return True
+    if (earlier.indivisible or indivisible) == "next":
+        return set(later.mesh_axes) == set(earlier.mesh_axes)
+    return bool(later.mesh_axes) and set(later.mesh_axes) <= set(earlier.mesh_axes)
+
+
+def _is_mesh_axis(axis: Any) -> bool:
+    return isinstance(axis, str) and bool(re.fullmatch(_NAME, axis)) and axis != _NONE
+
+
+def _pattern_failures(regex: str, names: Any) -> list[str]:
+    failures: list[str] = []
+    try:
+        re.compile(regex)
+    except (re.error, OverflowError, RecursionError) as error:
+        failures.append(f"pattern {regex!r} is not a regular expression: {error}")
+    if not isinstance(names, tuple):
+        failures.append(f'pattern {regex!r}: the axes must be a list, such as ["embed", "mlp"]')
+        return failures
+    wrong = [name for name in names if name is not None and (not re.fullmatch(_LOGICAL, name) or name == _NONE)]
+    return failures + [f"pattern {regex!r}: {name!r} is not a logical axis name" for name in wrong]
 
 
 def _is_names(value: Any) -> bool:

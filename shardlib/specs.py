@@ -100,7 +100,7 @@ def resolve(tree: Any, rules: Rules, mesh: Mesh | AbstractMesh | MeshShape | str
         decisions = decide(names, leaf.shape, rules=rules, mesh=shape)
         failures += [f"{leaf.path} {list(leaf.shape)} {d.problem}" for d in decisions if d.problem]
         entries.append(entry_of(leaf.path, leaf.shape, leaf.dtype, names, decisions, shape))
-        notices += _notices(entries[-1])
+        notices += notices_of(entries[-1])
     raise_collected(failures, heading=f"{len(failures)} problem(s) placing arrays on mesh {shape}:")
     specs = jax.tree.unflatten(treedef, [entry.spec for entry in entries])
     dead = tuple(regex for regex, _ in rules.patterns if regex not in used_patterns)
@@ -216,7 +216,7 @@ def _names_text(names: Names) -> str:
     return "(" + ", ".join(name or "none" for name in names) + ")"
 
 
-def _notices(entry: Entry) -> list[str]:
+def notices_of(entry: Entry) -> list[str]:
     """What is legal in this entry and yet worth saying."""
     where, found, seen = f"{entry.path} {list(entry.shape)}", list[str](), set[str]()
     for decision in entry.decisions:

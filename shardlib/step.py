@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from meshes.errors import ShardingError
+from meshes.errors import ShardingError, raise_collected
 from shardlib import annotate
-from shardlib.loss import Loss
+from shardlib.loss import Loss, Mean, Sum
 
 LossFunction = Callable[[Any, Any, Any], Any]
 Metrics = dict[str, jax.Array]
+_RESERVED = ("loss", "weight")
 
 
 @jax.tree_util.register_dataclass
@@ -48,10 +49,12 @@ def evaluate_loss(loss: LossFunction, params: Any, batch: Any, rng: Any) -> tupl
     """
     result = loss(params, batch, rng)
     if not isinstance(result, Loss):
-        _check_scalar(result, "the loss")
+        _check_scalar(result, "the loss", of=jnp.floating)
         return result, {"loss": result, "weight": jnp.ones((), jnp.float32)}
-    for part in ("total", "weight", "per_microbatch"):
-        _check_scalar(getattr(result, part), f"the {part} of the loss")
+    # An integer total would have a gradient of zero without a word; a weight may be a count.
+    for part, kind in (("total", jnp.floating), ("weight", jnp.number), ("per_microbatch", jnp.floating)):
+        _check_scalar(getattr(result, part), f"the {part} of the loss", of=kind)
+    _check_aux(result.aux)
     if result.state is not None:
         raise ShardingError(
             "the loss returned updated state (running statistics), which the train step does not carry yet",
@@ -94,12 +97,31 @@ def eval_step(loss: LossFunction, *, active: annotate.Active) -> Callable[[Any, 
     return annotate.under(active, lambda params, batch: evaluate_loss(loss, params, batch, None)[1])
 
 
-def _check_scalar(value: Any, what: str) -> None:
+def _check_scalar(value: Any, what: str, *, of: Any) -> None:
+    if not jax.tree_util.all_leaves([value]):
+        raise ShardingError(
+            f"{what} is a {type(value).__name__}, not a scalar",
+            fix="return a scalar or Loss(total, weight, aux=...); metrics go into aux as Mean or Sum",
+        )
     shape, dtype = jnp.shape(value), jnp.result_type(value)
     if shape != ():
         raise ShardingError(
             f"{what} has shape {list(shape)}, not a scalar",
             fix="return Loss(total=values.sum(), weight=values.size), or the mean",
         )
-    if not jnp.issubdtype(dtype, jnp.number):
-        raise ShardingError(f"{what} has dtype {dtype}, not a number", fix="return a floating-point scalar")
+    if not jnp.issubdtype(dtype, of):
+        wanted = "a floating-point number" if of is jnp.floating else "a number"
+        raise ShardingError(f"{what} has dtype {dtype}, not {wanted}", fix="return a floating-point scalar")
+
+
+def _check_aux(aux: Any) -> None:
+    problems: list[str] = []
+    for name, metric in aux.items():
+        if not isinstance(metric, Mean | Sum):
+            problems.append(
+                f"metric {name!r} is a {type(metric).__name__}, and only Mean and Sum say how it combines over shards; "
+                "fix: write Mean(total, weight) or Sum(total)"
+            )
+        if name in _RESERVED:
+            problems.append(f"metric {name!r} has the name of a metric of the step; fix: call it otherwise")
+    raise_collected(problems, heading="the aux of the loss cannot be used:")

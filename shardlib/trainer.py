@@ -20,7 +20,7 @@ from meshes.errors import ShardingError, raise_collected
 from shardlib import batch_spec as batches
 from shardlib.binding import Bound
 from shardlib.optimizer_specs import abstract_state, optimizer_specs
-from shardlib.place import active, place, shardings
+from shardlib.place import active, place, shardings, structure_error
 from shardlib.step import Metrics, TrainState, eval_step, train_step
 from shardlib.tree_paths import leaves_with_paths
 
@@ -81,7 +81,7 @@ class Trainer:
                 out_shardings=(self.state_shardings, replicated),
                 donate_argnums=0,
             )
-            self._train = jitted.lower(self.abstract_state, self._abstract_batch()).compile()
+            self._train = self._compile(jitted, self.abstract_state, self._abstract_batch())
         return self._train
 
     def init(self, key: jax.Array) -> TrainState:
@@ -90,16 +90,23 @@ class Trainer:
         Args:
             key: typed PRNG key (`jax.random.key`) for the initial values and, folded, for the run.
         """
-        init_key, run_key = jax.random.split(key)
-        ready = self.bound.ready_params
+        wanted = self.abstract_state.rng.dtype
+        if getattr(key, "dtype", None) != wanted or key.shape != ():
+            raise ShardingError(
+                f"the key to initialise from is {_described(key)}, not one typed key {wanted}",
+                fix="use jax.random.key(0)",
+            )
 
         def build(init_key: Any, run_key: Any, params: Any) -> TrainState:
             params = self.bound.init(init_key) if params is None else params
             step = jax.numpy.zeros((), np.int32)
             return TrainState(step=step, params=params, opt_state=self.optimizer.init(params), rng=run_key)
 
-        build_sharded = jax.jit(build, out_shardings=self.state_shardings)
-        return build_sharded(init_key, run_key, ready)
+        with jax.set_mesh(self.mesh):
+            init_key, run_key = jax.random.split(jax.device_put(key, NamedSharding(self.mesh, P())))
+            ready = self.bound.ready_params
+            ready = None if ready is None else jax.device_put(ready, self.state_shardings.params)
+            return jax.jit(build, out_shardings=self.state_shardings)(init_key, run_key, ready)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """One optimizer step; the given state is donated and must not be used again.
@@ -112,6 +119,7 @@ class Trainer:
             The new state, and scalar metrics: exact means over the whole batch.
         """
         if state is not self._last_state:
+            _check_fits(state, self.abstract_state)
             state = place(state, self.state_shardings)
         state, metrics = self.compiled(state, self._placed_batch(batch))
         self._last_state = state
@@ -125,11 +133,17 @@ class Trainer:
                 in_shardings=(self.state_shardings.params, self.batch_shardings),
                 out_shardings=NamedSharding(self.mesh, P()),
             )
-            self._eval = jitted.lower(self.abstract_state.params, self._abstract_batch()).compile()
+            self._eval = self._compile(jitted, self.abstract_state.params, self._abstract_batch())
         params = state.params
         if state is not self._last_state:
+            _check_fits(params, self.abstract_state.params)
             params = jax.device_put(params, self.state_shardings.params)
         return self._eval(params, self._placed_batch(batch))
+
+    def _compile(self, jitted: Any, *arguments: Any) -> Any:
+        # A mesh that the caller has set, perhaps with Explicit axes, must not reach the trace.
+        with jax.set_mesh(self.mesh):
+            return jitted.lower(*arguments).compile()
 
     def _abstract_batch(self) -> Any:
         return _with_shardings(batches.abstract(self.bound.batch_spec), self.batch_shardings)
@@ -171,5 +185,25 @@ def _with_shardings(tree: Any, wanted: Any) -> Any:
     return jax.tree.map(give, tree, wanted)
 
 
-def _canonical(leaf: Any) -> np.dtype:
-    return jax.dtypes.canonicalize_dtype(np.result_type(leaf) if not hasattr(leaf, "dtype") else leaf.dtype)
+def _check_fits(tree: Any, wanted: Any) -> None:
+    """Raises for a tree of another structure, or with arrays of other shapes or dtypes."""
+    if jax.tree.structure(tree) != jax.tree.structure(wanted):
+        raise structure_error(tree, wanted)
+    pairs = zip(leaves_with_paths(tree), jax.tree.leaves(wanted), strict=True)
+    raise_collected(
+        [
+            f"{path}: {_described(leaf)}, and the plan was bound for {_described(want)}"
+            for (path, leaf), want in pairs
+            if np.shape(leaf) != want.shape or _canonical(leaf) != want.dtype
+        ],
+        heading="the state does not fit the model; fix: bind the model this state is of:",
+    )
+
+
+def _described(leaf: Any) -> str:
+    return f"{_canonical(leaf)}{list(np.shape(leaf))}"
+
+
+def _canonical(leaf: Any) -> Any:
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
+    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
