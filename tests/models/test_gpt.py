@@ -1,6 +1,7 @@
 """GPT in linen and in NNX on one device: the same numbers, every parameter named, the loss protocol kept."""
 
 import functools
+import re
 
 import flax.linen as nn
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from models import gpt, gpt_nnx, language
 from shardlib.annotate import METADATA_KEY
@@ -198,6 +200,21 @@ def test_the_loss_is_cross_entropy():
 def test_the_loss_of_huge_logits_is_finite():
     result = fast_jit(language.token_loss)(1e30 * np.eye(32, dtype=np.float32)[None, :8], tokens(batch=1))
     assert np.isfinite(result.total)
+
+
+def test_the_loss_of_logits_sharded_over_the_vocabulary_moves_no_logits():
+    mesh = jax.make_mesh((2, 4), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    place = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))  # noqa: E731
+    sharded, logits = place("data", None, "tensor"), np.random.RandomState(1).randn(4, 8, 32).astype(np.float32)
+    batch = tokens(batch=4)
+    function = jax.value_and_grad(lambda logits, batch: language.token_loss(logits, batch).total)
+    run = fast_jit(function, in_shardings=(sharded, place("data")), out_shardings=(place(), sharded))
+    program = run.lower(logits, batch).compile().as_text()
+    results = re.findall(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)\(", program)
+    assert {kind for _, kind in results} == {"all-reduce"}
+    # Two sequences of eight per device: reduced over the vocabulary first, one number per token.
+    assert set(re.findall(r"f32\[[\d,]*\]", " ".join(shape for shape, _ in results))) <= {"f32[2,8]", "f32[]"}
+    np.testing.assert_allclose(run(logits, batch)[0], fast_jit(function)(logits, batch)[0], rtol=1e-6)
 
 
 @BOTH
