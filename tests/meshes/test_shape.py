@@ -37,7 +37,7 @@ def test_any_text_parses_or_raises_only_our_error(text):
     try:
         shape = MeshShape.parse(text)
     except ShardingError as error:
-        assert "fix:" in str(error) or "limit" in str(error)  # noqa: PT017
+        assert "fix:" in str(error) or "limit" in str(error)
     else:
         assert MeshShape.parse(str(shape)) == shape
 
