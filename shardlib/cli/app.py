@@ -3,7 +3,10 @@
 Imports no JAX: each command imports what it needs when it runs, so that `--help` answers at once.
 """
 
+import functools
+import os
 import sys
+from collections.abc import Callable, Sequence
 
 import typer
 
@@ -14,9 +17,10 @@ from shardlib.cli.output import user_errors
 from shardlib.cli.schedule import schedule
 from shardlib.cli.train import train
 
+NAME = "shardlib"
+
 app = typer.Typer(
-    name="shardlib",
-    help="Name a mesh; see every sharding decision; train a Flax model on it with the numbers of one device.",
+    name=NAME,
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -37,15 +41,55 @@ def root(
     """Name a mesh; see every sharding decision; train a Flax model on it with the numbers of one device."""
 
 
-app.command()(explain)
-app.command()(train)
-app.command()(demo)
-app.command()(schedule)
+def _register(command: Callable[..., None], *, required: str = "", short: str, example: str) -> None:
+    @functools.wraps(command)
+    def guarded(**options: object) -> None:
+        # Inside the parser's own handlers, which would give a closed pipe exit status 1.
+        with user_errors():
+            command(**options)
+
+    app.command(options_metavar=f"{required} [OPTIONS]".strip(), short_help=short, epilog=f"Example: {NAME} {example}")(
+        guarded
+    )
 
 
-def main() -> None:
-    """Entry point of the console script and of `python -m shardlib`."""
+_register(
+    explain,
+    required="--mesh MESH",
+    short="Every array: its spec, its bytes, and why.",
+    example="explain models.gpt:small --mesh data=2,tensor=4",
+)
+_register(
+    train,
+    required="--mesh MESH --steps N",
+    short="Train on text over a mesh.",
+    example="train models.gpt:small --mesh data=2,tensor=4 --steps 100",
+)
+_register(demo, short="One model, three meshes, one loss curve.", example="demo")
+_register(schedule, short="A pipeline schedule: grid, bubbles, memory.", example="schedule 1f1b --stages 4")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point of the console script and of `python -m shardlib`; ends in SystemExit.
+
+    Args:
+        arguments: instead of `sys.argv[1:]`.
+    """
     if "" not in sys.path:
         sys.path.insert(0, "")  # the current folder first, as `python -m` does: MODEL may be the user's own file
+    _mend_streams()
     with user_errors():
-        app()
+        status = app(args=arguments, prog_name=NAME, standalone_mode=False)
+        if isinstance(status, int) and status:
+            raise SystemExit(status)
+    raise SystemExit(0)
+
+
+def _mend_streams() -> None:
+    """Streams that cannot fail on a character: `?` for one that the encoding lacks, nothing into a closed stream."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - for as long as we run
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")

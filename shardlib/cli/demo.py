@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardlib.cli.options import Json, JsonSchema, whole_number
 from shardlib.cli.output import CheckFailed, note, print_json
 
 MODEL = "shardlib.examples.tiny:tiny"
@@ -13,8 +14,14 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def demo(
-    steps: Annotated[int, typer.Option(min=2, help="Optimizer steps on each mesh.")] = 60,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    steps: Annotated[
+        int,
+        typer.Option(
+            metavar="N", parser=whole_number("--steps", least=2, example=60), help="Optimizer steps on each mesh."
+        ),
+    ] = 60,
+    json: Json = False,
+    json_schema: JsonSchema = False,
 ) -> None:
     """Train one short Flax model on three emulated meshes and compare every loss with one device's."""
     import inspect
@@ -22,27 +29,27 @@ def demo(
     from meshes.shape import MeshShape
     from shardlib.cli.inputs import optimizer_from
     from shardlib.cli.model import load
-    from shardlib.cli.session import Session
+    from shardlib.cli.session import Session, corpus, reserve_devices
     from shardlib.cli.train import compare
     from shardlib.examples import tiny
     from shardlib.strategies import default_rules
 
+    shapes = [MeshShape.parse(text) for text in MESHES]
+    for shape in shapes:
+        reserve_devices(shape, "cpu")
     loaded = load(MODEL)
     session = Session(
         model=loaded,
         batch_spec=loaded.batch_spec,
         rules=default_rules(),
         optimizer=optimizer_from("optax:adamw", LEARNING_RATE),
-        paths=[],
+        corpus=corpus(None),
         seed=0,
         devices="cpu",
     )
     if not json:
         print(f"The model, {inspect.getsourcefile(tiny)}:\n\n{inspect.getsource(tiny.Tiny)}")
-    # The widest mesh first: it decides how many devices are emulated.
-    runs = [
-        session.summary(bound, session.train(bound, steps)) for bound in map(session.bind, map(MeshShape.parse, MESHES))
-    ]
+    runs = [session.summary(bound, session.train(bound, steps)) for bound in map(session.bind, shapes)]
     note("the same steps on one device")
     expected = session.train(session.bind(MeshShape.parse("data=1")), steps).losses
     checks = [compare(run["losses"], expected) for run in runs]

@@ -5,19 +5,27 @@ In: option text. Out: values of the library, or one error that names the option'
     bound = bind_model(load("models.gpt:small"), mesh=MeshShape.parse("data=8"), rules=None)
 """
 
+import difflib
+import math
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import optax
 
-from meshes.errors import ShardingError
-from meshes.shape import MeshShape
+from meshes.errors import ShardingError, nearest
+from meshes.shape import STANDARD_AXES, MeshShape
 from shardlib.batch_spec import resized
-from shardlib.binding import Bound, bind
+from shardlib.binding import Bound, abstract_parameters, bind
 from shardlib.cli.model import Loaded, import_object
+from shardlib.cli.user_code import user_code
+from shardlib.explanation import Explanation
 from shardlib.plan import Plan
 from shardlib.rules import Rules
 from shardlib.strategies import default_rules
+
+_BATCH: Final = re.compile(r"'batch': size ([0-9]+) not divisible by ([a-z_A-Z0-9= ]+)")
+_UNRULED: Final = re.compile(r"no rule names the logical axis '([^']+)'")
 
 
 def read_rules(path: Path | None) -> Rules:
@@ -31,10 +39,24 @@ def read_rules(path: Path | None) -> Rules:
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ShardingError(f"--rules {path}: no such file", fix='write one with rules = ["batch -> data"]') from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ShardingError(f"--rules {path}: cannot be read: {error}") from None
+        fix = 'write one with rules = ["batch -> data"]'
+        raise ShardingError(f"--rules {path}: no such file{_near_file(path)}", fix=fix) from None
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a zero byte in the path
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ShardingError(
+            f"--rules {path}: cannot be read: {reason}", fix='name a TOML file with rules = ["batch -> data"]'
+        ) from None
     return Rules.from_toml(text, base=default_rules(), source=f"--rules {path}")
+
+
+def _near_file(path: Path) -> str:
+    """The nearest name in the folder, extensions aside: all rules files end alike."""
+    try:
+        stems = {file.stem: file.name for file in path.parent.iterdir()}
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.stem, list(stems), n=1)
+    return f" (did you mean {stems[close[0]]!r}?)" if close else ""
 
 
 def optimizer_from(text: str, learning_rate: float) -> optax.GradientTransformation:
@@ -43,19 +65,17 @@ def optimizer_from(text: str, learning_rate: float) -> optax.GradientTransformat
     Raises:
         ShardingError: it does not resolve, or does not build an optimizer from a learning rate.
     """
+    what, fix = f"--optimizer {text!r}", "name a function learning_rate -> optax optimizer, such as adamw"
     make = import_object(text if ":" in text else f"optax:{text}", what="--optimizer", example="optax:adamw")
+    if not callable(make):
+        raise ShardingError(f"{what} is not a function", fix=fix)
     try:
-        optimizer = make(learning_rate)
-    except Exception as error:  # anything may go wrong in a user's factory; it is named, not traced
-        raise ShardingError(
-            f"--optimizer {text!r} cannot be built from a learning rate: {type(error).__name__}: {error}",
-            fix="name a function learning_rate -> optax optimizer",
-        ) from error
+        with user_code(what):
+            optimizer = make(learning_rate)
+    except TypeError as error:  # raised by the call itself, not inside: another signature
+        raise ShardingError(f"{what} cannot be built from a learning rate: {error}", fix=fix) from error
     if not isinstance(optimizer, optax.GradientTransformation):
-        raise ShardingError(
-            f"--optimizer {text!r} built {type(optimizer).__name__}, not an optax optimizer",
-            fix="name a function learning_rate -> optax optimizer, such as optax:adamw",
-        )
+        raise ShardingError(f"{what} built {type(optimizer).__name__}, not an optax optimizer", fix=fix)
     return optimizer
 
 
@@ -65,6 +85,56 @@ def sized(model: Loaded, *, batch: int | None, length: int | None) -> Any:
     return resized(model.batch_spec, **{axis: size for axis, size in sizes.items() if size is not None})
 
 
+def parameters_of(model: Loaded, batch_spec: Any) -> Any:
+    """The model's abstract parameters; the first time that the user's module runs."""
+    with user_code(f"MODEL {model.name!r}"):
+        return abstract_parameters(model.module, batch_spec)
+
+
 def bind_model(model: Loaded, *, mesh: MeshShape, rules: Rules, batch_spec: Any) -> Bound:
-    """The model bound under a plan made of the options."""
-    return bind(model.module, model.loss, Plan(mesh=mesh, rules=rules), batch_spec)
+    """The model bound under a plan made of the options.
+
+    Raises:
+        ShardingError: also for a mesh axis that no rule uses, with what an option has to do with the failure.
+    """
+    try:
+        with user_code(f"MODEL {model.name!r}"):
+            bound = bind(model.module, model.loss, Plan(mesh=mesh, rules=rules), batch_spec)
+    except ShardingError as error:
+        fix = _option_fix(str(error), rules)
+        if fix is None:
+            raise
+        raise ShardingError(str(error), fix=fix) from error
+    _check_axes_used(mesh, rules)
+    return bound
+
+
+def explained(bound: Bound, optimizer: optax.GradientTransformation, *, name: str) -> Explanation:
+    """The explanation with the bytes of this optimizer."""
+    with user_code(f"--optimizer {name!r}"):
+        return bound.explain(optimizer)
+
+
+def _check_axes_used(mesh: MeshShape, rules: Rules) -> None:
+    """A mesh axis that no rule mentions would have all its devices do the same work, without a word."""
+    used = {axis for rule in rules.rules for axis in rule.mesh_axes}
+    for axis, size in mesh.axes:
+        if size != 1 and axis not in used:
+            near = "" if axis in STANDARD_AXES else nearest(axis, used)
+            raise ShardingError(
+                f"mesh {mesh}: no rule uses the axis {axis!r}{near}, so its {size} devices would do the same work",
+                fix=f'leave {axis!r} out, or add a rule such as "batch -> {axis}" with --rules FILE',
+            )
+
+
+def _option_fix(message: str, rules: Rules) -> str | None:
+    """The option that repairs what the library complains about, where there is one."""
+    unruled = set(_UNRULED.findall(message))
+    defaults = {rule.logical for rule in default_rules().rules}
+    if unruled & defaults - {rule.logical for rule in rules.rules}:
+        return 'start the rules file with extends = "default", which has rules for these axes'
+    batch = _BATCH.search(message)
+    if batch:
+        size, shards = int(batch[1]), math.prod(int(part.partition("=")[2]) for part in batch[2].split(" x "))
+        return f"--batch {max(1, round(size / shards)) * shards}"
+    return None

@@ -7,30 +7,36 @@ In: what the options say. Out: runs and their summaries.
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import optax
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from meshes.build import make_mesh
+from meshes.build import make_mesh, shape_of
 from meshes.errors import ShardingError
-from meshes.shape import MeshShape
+from meshes.shape import INFERRED, MeshShape
+from shardlib.batch_spec import is_spec
 from shardlib.binding import Bound
 from shardlib.cli.inputs import bind_model
 from shardlib.cli.model import Loaded
-from shardlib.cli.output import CheckFailed, color_wanted, note
+from shardlib.cli.output import CheckFailed, note
+from shardlib.cli.user_code import user_code
 from shardlib.data import ByteCorpus
 from shardlib.loop import NonFiniteLoss, Run, train
+from shardlib.report.page import color_wanted
 from shardlib.rules import Rules
 from shardlib.trainer import Trainer
 
 SECONDS_BETWEEN_LINES = 10.0
 NUM_BYTES = 256
+MAX_EMULATED = 1024  # more threads than one process should start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,29 +47,34 @@ class Session:
     batch_spec: Any
     rules: Rules
     optimizer: optax.GradientTransformation
-    paths: list[Path]
+    corpus: ByteCorpus
     seed: int
     devices: str
+
+    def check(self) -> None:
+        """Raises for a model or data that cannot be trained here, before any device is touched."""
+        _check_reads_bytes(self.batch_spec)
+        self.corpus.num_windows(self.batch_spec["inputs"].shape[1])
 
     def bind(self, shape: MeshShape) -> Bound:
         """The model under a plan for the mesh; nothing is allocated, no device is touched."""
         bound = bind_model(self.model, mesh=shape, rules=self.rules, batch_spec=self.batch_spec)
-        _check_reads_bytes(self.batch_spec, bound)
+        _check_vocabulary(bound)
         return bound
 
     def train(self, bound: Bound, steps: int) -> Run:
         """Trains on the mesh of the plan, with progress on stderr."""
         for notice in bound.notices:
             note(f"notice: {notice}")
-        corpus = ByteCorpus(self.paths or None)
         batch, length = self.batch_spec["inputs"].shape
-        trainer = Trainer(bound, self.optimizer, mesh=make_mesh(bound.plan.mesh, devices=self.devices))
-        batch_at = lambda step: corpus.batch(step, batch=batch, length=length, seed=self.seed)  # noqa: E731
-        with progress(f"{bound.plan.mesh}", steps) as on_step:
+        mesh = _mesh(bound.plan.mesh, self.devices)
+        batch_at = lambda step: self.corpus.batch(step, batch=batch, length=length, seed=self.seed)  # noqa: E731
+        with progress(f"{bound.plan.mesh}", steps) as on_step, user_code(f"MODEL {self.model.name!r}"):
+            trainer = Trainer(bound, self.optimizer, mesh=mesh)
             try:
                 return train(trainer, batch_at, num_steps=steps, seed=self.seed, on_step=on_step)
             except NonFiniteLoss as error:
-                raise CheckFailed(str(error)) from None
+                raise CheckFailed(f"{error}\n  fix: a smaller --lr, or look for what the loss divides by") from None
 
     def summary(self, bound: Bound, run: Run) -> dict[str, Any]:
         """The run as plain JSON values."""
@@ -83,22 +94,55 @@ class Session:
         }
 
 
+def corpus(paths: Sequence[Path] | None) -> ByteCorpus:
+    """The text to train on."""
+    return ByteCorpus(paths or None)
+
+
+def reserve_devices(shape: MeshShape, devices: str) -> None:
+    """Asks for emulated devices before any code of the user's runs: an array made there would fix their number.
+
+    Starts no backend, and changes nothing where there are accelerators.
+    """
+    needed = shape.num_devices
+    if needed > MAX_EMULATED and devices == "cpu":
+        raise ShardingError(
+            f"mesh {shape} needs {needed:,} devices, and at most {MAX_EMULATED} can be emulated here",
+            fix="name a smaller mesh; shardlib explain takes one of any size",
+        )
+    if devices != "real" and needed <= MAX_EMULATED:
+        with suppress(RuntimeError):  # the backend is up already; the mesh says so if it has too few
+            jax.config.update("jax_num_cpu_devices", max(needed, jax.config.read("jax_num_cpu_devices")))
+
+
+def with_sizes(shape: MeshShape, devices: str) -> MeshShape:
+    """The shape without -1; that counts devices, so it starts the backend."""
+    return shape if INFERRED not in shape.sizes else shape_of(_mesh(shape, devices))
+
+
+def _mesh(shape: MeshShape, devices: str) -> Mesh:
+    try:
+        return make_mesh(shape, devices=devices)
+    except ShardingError as error:  # the library's argument is our option
+        raise ShardingError(str(error).replace('devices "cpu"', "--devices cpu")) from None
+
+
 @contextmanager
 def progress(title: str, steps: int) -> Iterator[Callable[[int, float], None]]:
     """A bar with ETA and loss on a terminal; elsewhere a line at most every ten seconds. All of it on stderr."""
-    if not sys.stderr.isatty():
+    console = Console(file=sys.stderr, no_color=not color_wanted(sys.stderr))
+    if not console.is_terminal or console.is_dumb_terminal or not sys.stderr.isatty():
         yield _lines(title, steps)
         return
-    console = Console(file=sys.stderr, no_color=not color_wanted(sys.stderr))
     columns = (
-        TextColumn(f"{title} loss {{task.fields[loss]:.4f}}"),
-        BarColumn(),
+        TextColumn(f"{title} {{task.fields[loss]}}", markup=False),
+        BarColumn(bar_width=None),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console) as bar:
-        task = bar.add_task(title, total=steps, loss=float("nan"))
-        yield lambda done, loss: bar.update(task, completed=done, loss=loss)
+    with Progress(*columns, console=console, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task(title, total=steps, loss="compiling")
+        yield lambda done, loss: bar.update(task, completed=done, loss=f"loss {loss:.4f}")
 
 
 def _lines(title: str, steps: int) -> Callable[[int, float], None]:
@@ -112,19 +156,22 @@ def _lines(title: str, steps: int) -> Callable[[int, float], None]:
     return on_step
 
 
-def _check_reads_bytes(batch_spec: Any, bound: Bound) -> None:
-    """The command line feeds bytes: token ids `inputs` and `targets`, and a vocabulary of at least 256."""
-    names = set(batch_spec) if isinstance(batch_spec, dict) else set()
-    shapes = {(leaf.shape, leaf.dtype, leaf.axes) for leaf in batch_spec.values()} if names else set()
-    fits = (
-        names == {"inputs", "targets"} and len(shapes) == 1 and next(iter(shapes))[1:] == ("int32", ("batch", "length"))
+def _check_reads_bytes(batch_spec: Any) -> None:
+    """The command line feeds bytes: token ids `inputs` and `targets`, [batch, length] int32, and nothing else."""
+    found = {}
+    if isinstance(batch_spec, dict):
+        found = {str(name): f"{leaf.dtype}{list(leaf.axes)}" for name, leaf in batch_spec.items() if is_spec(leaf)}
+    wanted = "int32['batch', 'length']"
+    if found == {"inputs": wanted, "targets": wanted} and len({leaf.shape for leaf in batch_spec.values()}) == 1:
+        return
+    has = ", ".join(f"{name} {text}" for name, text in sorted(found.items())) or type(batch_spec).__name__
+    raise ShardingError(
+        f"train feeds text as int32 inputs and targets of axes (batch, length), and the batch spec has {has}",
+        fix="give the model such a batch spec, or train it from Python with shardlib.Trainer",
     )
-    if not fits:
-        raise ShardingError(
-            "train feeds bytes as int32 inputs and targets of axes (batch, length); "
-            f"the batch spec has {sorted(names)}",
-            fix="give the model such a batch spec, or train it from Python with shardlib.Trainer",
-        )
+
+
+def _check_vocabulary(bound: Bound) -> None:
     for entry in bound.params.entries:
         for name, size in zip(entry.names, entry.shape, strict=True):
             if name == "vocab" and size < NUM_BYTES:

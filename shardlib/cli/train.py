@@ -1,11 +1,22 @@
 """`shardlib train MODEL --mesh ... --steps N`: train on real text, progress while it runs, a summary at the end."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
-from shardlib.cli.output import CheckFailed, print_json
+from shardlib.cli.options import (
+    Batch,
+    Json,
+    JsonSchema,
+    Length,
+    Model,
+    Optimizer,
+    RulesFile,
+    learning_rate,
+    whole_number,
+)
+from shardlib.cli.output import CheckFailed, print_json, stdout_for_results
 
 # Losses of two layouts are the same numbers summed in another order. Each step feeds rounding back through the
 # optimizer, so the comparison over a whole run allows more than the 1e-6 of a single step.
@@ -13,51 +24,64 @@ SAME_LOSS = 1e-5
 
 
 def train(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="Import string of a callable: models.gpt:small.")],
-    mesh: Annotated[str, typer.Option(help='Mesh, such as "data=2,tensor=4"; one size may be -1.')],
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")],
+    model: Model,
+    mesh: Annotated[str, typer.Option(metavar="MESH", help='Such as "data=2,tensor=4"; one size may be -1.')],
+    steps: Annotated[
+        int, typer.Option(metavar="N", parser=whole_number("--steps", example=100), help="Optimizer steps.")
+    ],
     data: Annotated[
-        list[Path] | None, typer.Option(help="Text files or folders; Python's own source otherwise.")
+        list[Path] | None, typer.Option(metavar="PATH", help="Text file or folder (repeat it); else Python's source.")
     ] = None,
-    batch: Annotated[int | None, typer.Option(help="Global batch size, per optimizer step.")] = None,
-    length: Annotated[int | None, typer.Option(help="Sequence length.")] = None,
-    lr: Annotated[float, typer.Option(help="Learning rate.")] = 1e-3,
-    optimizer: Annotated[str, typer.Option(help="Import string: learning rate -> optax optimizer.")] = "optax:adamw",
-    seed: Annotated[int, typer.Option(help="Of initial values, data order and dropout.")] = 0,
-    rules: Annotated[Path | None, typer.Option(help="Rules file (TOML); the default rules otherwise.")] = None,
-    devices: Annotated[str, typer.Option(help="auto, real, or cpu (emulated).")] = "auto",
+    batch: Batch = None,
+    length: Length = None,
+    lr: Annotated[float, typer.Option(metavar="X", parser=learning_rate, help="Learning rate.")] = 1e-3,
+    optimizer: Optimizer = "adamw",
+    seed: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            parser=whole_number("--seed", least=0, example=0),
+            help="Of initial values, data order and dropout.",
+        ),
+    ] = 0,
+    rules: RulesFile = None,
+    devices: Annotated[
+        Literal["auto", "real", "cpu"], typer.Option(help="Accelerators (real), emulated (cpu), or what there is.")
+    ] = "auto",
     oracle: Annotated[bool, typer.Option("--oracle", help="Repeat on one device and compare every loss.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json: Json = False,
+    json_schema: JsonSchema = False,
 ) -> None:
     """Train a model on text over a mesh; the losses are those of one device."""
     # Imported here, not above: `shardlib --help` must not wait for JAX.
-    from meshes.shape import INFERRED, MeshShape
+    from meshes.shape import MeshShape
     from shardlib.cli.inputs import optimizer_from, read_rules, sized
     from shardlib.cli.model import load
-    from shardlib.cli.session import Session
+    from shardlib.cli.session import Session, corpus, reserve_devices, with_sizes
 
     shape = MeshShape.parse(mesh)
-    if INFERRED in shape.sizes:
-        from meshes.build import make_mesh, shape_of
-
-        shape = shape_of(make_mesh(shape, devices=devices))
     chosen_rules = read_rules(rules)
+    reserve_devices(shape, devices)
+    chosen_optimizer = optimizer_from(optimizer, lr)
     loaded = load(model)
     session = Session(
         model=loaded,
         batch_spec=sized(loaded, batch=batch, length=length),
         rules=chosen_rules,
-        optimizer=optimizer_from(optimizer, lr),
-        paths=data or [],
+        optimizer=chosen_optimizer,
+        corpus=corpus(data),
         seed=seed,
         devices=devices,
     )
-    main = session.bind(shape)
-    run = session.train(main, steps)
-    result = session.summary(main, run)
-    if oracle:
-        single = session.bind(MeshShape.parse("data=1"))
-        result["oracle"] = compare(run.losses, session.train(single, steps).losses)
+    session.check()
+    shape = with_sizes(shape, devices)
+    with stdout_for_results():
+        main = session.bind(shape)
+        run = session.train(main, steps)
+        result = session.summary(main, run)
+        if oracle:
+            single = session.bind(MeshShape.parse("data=1"))
+            result["oracle"] = compare(run.losses, session.train(single, steps).losses)
     if json:
         print_json(result)
     else:
