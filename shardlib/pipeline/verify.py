@@ -20,6 +20,7 @@ Cell = tuple[int, int]
 """(rank, position in its row)."""
 
 SHOWN_WIDTH: Final = 76
+SHOWN_OTHERS: Final = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +201,7 @@ def _at(table: Table, cell: Cell) -> Action:
 
 
 def _report(table: Table, failures: list[Failure]) -> str:
-    """The first failure with its rows drawn, then one line for each of the others."""
+    """The first failure with its rows drawn, a line for each of the next, and how many more there are."""
     first = failures[0]
     lines = [f"schedule {table.name!r} is not legal: rank {first.cell[0]}, cell {first.cell[1] + 1}: {first.why}"]
     ranks = sorted({first.cell[0], *((first.see[0],) if first.see else ())})
@@ -208,7 +209,10 @@ def _report(table: Table, failures: list[Failure]) -> str:
         marked = {cell[1] for cell in (first.cell, first.see) if cell and cell[0] == rank}
         centre = first.cell[1] if rank == first.cell[0] else first.see[1] if first.see else 0
         lines.append(draw_row(table, rank, marked=marked, centre=centre))
-    lines += [f"also rank {other.cell[0]}, cell {other.cell[1] + 1}: {other.why}" for other in failures[1:]]
+    others = [f"also rank {other.cell[0]}, cell {other.cell[1] + 1}: {other.why}" for other in failures[1:]]
+    lines += others[:SHOWN_OTHERS]
+    if len(others) > SHOWN_OTHERS:
+        lines.append(f"and {len(others) - SHOWN_OTHERS} more failures")
     return "\n".join(lines)
 
 
