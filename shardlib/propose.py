@@ -74,15 +74,21 @@ def propose(tree: Any) -> Proposal:
     arrays = [(leaf.path, leaf.shape) for leaf in array_leaves(tree) if leaf.shape]
     stacked = _stacked_prefixes(arrays)
     embed = _embed_size(arrays, stacked)
-    lines: dict[str, Line] = {}
+    found: dict[str, dict[str, tuple[Names, str]]] = {}
     for path, shape in arrays:
         regex = "/".join(re.sub(r"[0-9]+", r"[0-9]+", re.escape(part)) for part in path.split("/"))
         is_stacked = path.split("/")[0] in stacked
         names, reason = _guess(path, shape[1:] if is_stacked else shape, embed)
         if is_stacked:
             names, reason = ("layers", *names), f"{reason}, stacked over layers"
-        lines.setdefault(regex, Line(regex=regex, names=names, reason=reason))
-    return Proposal(lines=tuple(lines.values()))
+        found.setdefault(regex, {})[path] = (names, reason)
+    lines: list[Line] = []
+    for regex, guesses in found.items():
+        # Paths that differ in a number only are one line, unless their arrays are of different kinds.
+        one_kind = len({names for names, _ in guesses.values()}) == 1
+        kinds = {regex: next(iter(guesses.values()))} if one_kind else {re.escape(k): v for k, v in guesses.items()}
+        lines += [Line(regex=kind, names=names, reason=reason) for kind, (names, reason) in kinds.items()]
+    return Proposal(lines=tuple(lines))
 
 
 def _guess(path: str, shape: tuple[int, ...], embed: int) -> tuple[Names, str]:
