@@ -15,7 +15,9 @@ from shardlib.strategies import default_rules
 @pytest.mark.newest
 @pytest.mark.parametrize("mesh", ["data=8", "data=-1,tensor=2", "replica=2,fsdp=4,own_name=3"])
 def test_json_round_trips(mesh):
-    rules = Rules.parse(["batch -> data+fsdp", "mlp -> none"], patterns=(('.*"/\\d+', ("mlp", None)),), unknown="replicate")
+    rules = Rules.parse(
+        ["batch -> data+fsdp", "mlp -> none"], patterns=(('.*"/\\d+', ("mlp", None)),), unknown="replicate"
+    )
     for plan in (Plan(mesh=mesh), Plan(mesh=mesh, rules=rules)):
         assert Plan.from_json(plan.to_json()) == plan
         assert hash(Plan.from_json(plan.to_json())) == hash(plan)
