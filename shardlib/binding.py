@@ -23,15 +23,17 @@ from shardlib import batch_spec as batches
 from shardlib.annotate import under
 from shardlib.decide import Decision, Names, split_blocks
 from shardlib.explanation import Explanation, tree_bytes
+from shardlib.explicit import cast
 from shardlib.jax_compat import inputs_used
-from shardlib.loss import Loss
+from shardlib.objective import LossFunction, Sums, sums_of
 from shardlib.optimizer_specs import abstract_state, optimizer_specs
 from shardlib.place import active
 from shardlib.plan import Plan
 from shardlib.propose import is_bare
 from shardlib.specs import Entry, Resolution, entry_of, notices_of, resolve
-from shardlib.step import LossFunction, evaluate_loss
 from shardlib.strategies import default_rules
+from shardlib.tree_paths import leaves_with_paths
+from shardlib.zero import zero_specs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +44,11 @@ class Bound:
         plan: the plan, its mesh without -1.
         loss: `(params, batch, rng) -> scalar | Loss`.
         batch_spec: what one batch looks like.
-        init: PRNG key -> parameters; pure, to be jitted with the parameters' shardings.
+        init: PRNG key -> (parameters, collections); pure, to be jitted with their shardings.
         abstract_params: parameters as `jax.ShapeDtypeStruct`s, without boxes.
         params: specs of the parameters, with reasons.
+        abstract_collections, collections: the same for what the loss reads and updates beside parameters; None
+            for a model without.
         batch: specs of the batch, with reasons.
         activations: decisions about every distinct named activation of the loss.
         ready_params: the parameters of a module that was given built, or None.
@@ -57,6 +61,8 @@ class Bound:
     init: Callable[[Any], Any]
     abstract_params: Any
     params: Resolution
+    abstract_collections: Any
+    collections: Resolution | None
     batch: Resolution
     activations: tuple[Entry, ...]
     ready_params: Any
@@ -66,15 +72,23 @@ class Bound:
         """Every array with its spec and reasons, and bytes per device; adamw unless another optimizer is given."""
         optimizer = optimizer or optax.adamw(1e-3)
         state = abstract_state(optimizer, self.abstract_params)
-        specs = optimizer_specs(optimizer, self.abstract_params, self.params.specs)
+        state_like, zero_notices = self.state_specs()
+        specs = optimizer_specs(optimizer, self.abstract_params, state_like)
         return Explanation(
             mesh=self.plan.mesh,
             parameters=self.params.entries,
             batch=self.batch.entries,
             activations=self.activations,
             optimizer_bytes=tree_bytes(state, specs, self.plan.mesh),
-            notices=self.notices,
+            choices=self.plan.choices,
+            notices=(*self.notices, *zero_notices),
         )
+
+    def state_specs(self) -> tuple[Any, tuple[str, ...]]:
+        """Specs that optimizer state follows: the parameters', split further by zero=1 and 2; and notices."""
+        if self.plan.zero not in (1, 2):
+            return self.params.specs, ()
+        return zero_specs(self.params.specs, self.abstract_params, mesh=self.plan.mesh)
 
 
 def bind(
@@ -85,7 +99,9 @@ def bind(
     Args:
         model: a linen module; an NNX module; or a callable that takes `nnx.Rngs` and returns an NNX module.
         loss: `(params, batch, rng) -> scalar | Loss`. For linen, params is the unboxed "params" collection; for
-            NNX, the `nnx.State` of the `nnx.Param` variables.
+            NNX, the `nnx.State` of the `nnx.Param` variables. A model with further collections (linen) or variables
+            other than parameters and random state (NNX) has a loss `(params, batch, rng, collections) -> Loss` that
+            returns the updated ones as `Loss.state`.
         plan: the plan; its mesh must not hold a -1.
         batch_spec: a pytree of `ArraySpec`.
         init: for linen modules whose call does not take batch entries by name: `(key, batch) -> variables`.
@@ -95,27 +111,19 @@ def bind(
             whose weight depends on the parameters.
     """
     mesh = abstract_mesh(plan.mesh)
-    abstract_batch = batches.abstract(batch_spec)
     create = _creator(model, batch_spec, init)
-    boxed = _eval_shape(create)
+    boxed, boxed_collections = _eval_shape(create)
     if is_bare(boxed) and not plan.rules.patterns:
         raise ShardingError(
             f"no parameter of {model_name(model)} has logical axes, and the rules have no patterns",
             fix='annotate the model, or save what "shardlib explain MODEL" proposes and pass it as rules',
         )
-    params = resolve(boxed, plan.rules, mesh)
+    params = resolve(boxed, plan.placement_rules, mesh)
     batch = resolve(batch_spec, plan.rules, mesh)
-    abstract_params = _unboxed(boxed)
-    entries: dict[tuple[Names, tuple[int, ...]], Entry] = {}
-
-    def record(names: Names, x: Any, decisions: tuple[Decision, ...]) -> None:
-        path = "(" + ", ".join(name or "none" for name in names) + ")"
-        entries.setdefault((names, x.shape), entry_of(path, x.shape, str(x.dtype), names, decisions, plan.mesh))
-
-    _check_patterns(params, plan)
-    traced = under(active(plan.rules, mesh, record=record), loss)
-    _check_loss(traced, abstract_params, abstract_batch)
-    activations = tuple(entries.values())
+    collections = _resolve_collections(boxed_collections, plan)
+    _check_patterns(params)
+    abstract_params, abstract_collections = _unboxed(boxed), _unboxed(boxed_collections)
+    activations = _trace(loss, plan, abstract_params, batch_spec, abstract_collections)
     named = (*params.entries, *batch.entries, *activations)
     return Bound(
         plan=plan,
@@ -124,9 +132,11 @@ def bind(
         init=lambda key: _unboxed(create(key)),
         abstract_params=abstract_params,
         params=params,
+        abstract_collections=abstract_collections,
+        collections=collections,
         batch=batch,
         activations=activations,
-        ready_params=nnx.state(model, nnx.Param) if isinstance(model, nnx.Module) else None,
+        ready_params=create(None)[0] if isinstance(model, nnx.Module) else None,
         notices=(
             *params.notices,
             *batch.notices,
@@ -136,9 +146,39 @@ def bind(
     )
 
 
+def _resolve_collections(boxed: Any, plan: Plan) -> Resolution | None:
+    """Specs of collections, replicated where they carry no axes; refused where the plan cuts the batch."""
+    if boxed is None:
+        return None
+    lowering, why = plan.chosen_lowering
+    if lowering == "explicit" or plan.num_microbatches > 1 or plan.random_slices:
+        why = f"random_slices={plan.random_slices}" if lowering == "automatic" and plan.random_slices else why
+        paths = ", ".join(path for path, _ in leaves_with_paths(boxed)[:3])
+        raise ShardingError(
+            f"the loss updates state over the whole batch ({paths}, ...), and the plan cuts the batch ({why}): "
+            "statistics of a part are not those of the batch",
+            fix="lowering=automatic with num_microbatches=1 and no random_slices; or normalise per example (LayerNorm)",
+        )
+    return resolve(boxed, plan.rules, plan.mesh)
+
+
+def _trace(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, collections: Any) -> tuple[Entry, ...]:
+    """Traces the loss once under the rules, checks it, and returns the distinct activations it names."""
+    entries: dict[tuple[Names, tuple[int, ...]], Entry] = {}
+
+    def record(names: Names, x: Any, decisions: tuple[Decision, ...]) -> None:
+        path = "(" + ", ".join(name or "none" for name in names) + ")"
+        entries.setdefault((names, x.shape), entry_of(path, x.shape, str(x.dtype), names, decisions, plan.mesh))
+
+    traced = under(active(plan.rules, abstract_mesh(plan.mesh), record=record), loss)
+    params = jax.eval_shape(lambda tree: cast(tree, plan.compute_dtype), params)
+    _check_loss(traced, params, batches.abstract(batch_spec), collections)
+    return tuple(entries.values())
+
+
 def abstract_parameters(model: Any, batch_spec: Any, *, init: Callable[..., Any] | None = None) -> Any:
     """The model's parameters as abstract arrays, boxes and NNX variables kept; nothing is allocated."""
-    return _eval_shape(_creator(model, batch_spec, init))
+    return _eval_shape(_creator(model, batch_spec, init))[0]
 
 
 def model_name(model: Any) -> str:
@@ -147,7 +187,7 @@ def model_name(model: Any) -> str:
     return getattr(factory, "__name__", type(model).__name__)
 
 
-def _check_patterns(params: Resolution, plan: Plan) -> None:
+def _check_patterns(params: Resolution) -> None:
     known = [entry.path for entry in params.entries]
     raise_collected(
         [
@@ -170,40 +210,49 @@ def _dead_rules(plan: Plan, named: tuple[Entry, ...]) -> list[str]:
     ]
 
 
-def _check_loss(loss: LossFunction, params: Any, batch: Any) -> None:
+def _check_loss(loss: LossFunction, params: Any, batch: Any, collections: Any) -> None:
     """Traces the loss: a scalar or a `Loss`, whose weight does not depend on the parameters."""
     key = jax.eval_shape(lambda: jax.random.key(0))
-    is_loss: list[bool] = []
+    seen: list[Sums] = []
 
-    def traced(params: Any, batch: Any, rng: Any) -> Any:
-        result = loss(params, batch, rng)
-        is_loss.append(isinstance(result, Loss))
-        value, _ = evaluate_loss(lambda *_: result, params, batch, rng)
-        return value, result.weight if isinstance(result, Loss) else value
+    def traced(params: Any, batch: Any, rng: Any, collections: Any) -> Any:
+        seen.append(sums_of(loss, params, batch, rng, state=collections))
+        return seen[0].weight, seen[0].state
 
-    jaxpr = jax.make_jaxpr(traced)(params, batch, key)
-    if is_loss[0]:
-        num_params = len(jax.tree.leaves(params))
-        if any(inputs_used(jaxpr, [False, True])[:num_params]):
-            raise ShardingError(
-                "the weight of the loss depends on the parameters, so dividing by it would change the gradients",
-                fix="compute the weight from the batch alone (jax.lax.stop_gradient does not help here)",
-            )
+    jaxpr, (_, state) = jax.make_jaxpr(traced, return_shape=True)(params, batch, key, collections)
+    num_state = len(jax.tree.leaves(state))
+    if any(inputs_used(jaxpr, [True] + [False] * num_state)[: len(jax.tree.leaves(params))]):
+        raise ShardingError(
+            "the weight of the loss depends on the parameters, so dividing by it would change the gradients",
+            fix="compute the weight from the batch alone (jax.lax.stop_gradient does not help here)",
+        )
+    described = lambda tree: jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)  # noqa: E731
+    if described(state) != described(collections):
+        raise ShardingError(
+            f"the loss was given the collections {described(collections)} and returned the state {described(state)}",
+            fix="return Loss(state=...) with the same structure, shapes and dtypes; or no state for a model without",
+        )
 
 
 def _creator(model: Any, batch_spec: Any, init: Callable[..., Any] | None) -> Callable[[Any], Any]:
-    """PRNG key -> the model's parameters, boxes and variables included."""
+    """PRNG key -> (the model's parameters, its other collections or None), boxes and variables included."""
     if isinstance(model, nn.Module):
-        return lambda key: _linen_params(model, key, batch_spec, init)
+        return lambda key: _linen_variables(model, key, batch_spec, init)
     if isinstance(model, nnx.Module):
-        state = nnx.state(model, nnx.Param)
-        return lambda key: state
+        variables = _nnx_variables(model)
+        return lambda key: variables
     if callable(model):
-        return lambda key: nnx.state(_call_factory(model, key), nnx.Param)
+        return lambda key: _nnx_variables(_call_factory(model, key))
     raise ShardingError(
         f"{type(model).__name__} is not a Flax model",
         fix="give a linen module, an NNX module, or a callable that takes nnx.Rngs and returns an NNX module",
     )
+
+
+def _nnx_variables(module: nnx.Module) -> tuple[Any, Any]:
+    """Parameters, and all other variables but random state, which the loss brings itself."""
+    params, _, others = nnx.state(module, nnx.Param, nnx.RngState, ...)
+    return params, others if jax.tree.leaves(others) else None
 
 
 def _call_factory(factory: Callable[..., Any], key: Any) -> nnx.Module:
@@ -213,18 +262,13 @@ def _call_factory(factory: Callable[..., Any], key: Any) -> nnx.Module:
     return module
 
 
-def _linen_params(model: nn.Module, key: Any, batch_spec: Any, init: Callable[..., Any] | None) -> Any:
+def _linen_variables(model: nn.Module, key: Any, batch_spec: Any, init: Callable[..., Any] | None) -> tuple[Any, Any]:
     params_key, dropout_key = jax.random.split(key)
     keys = {"params": params_key, "dropout": dropout_key}
     zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), batches.abstract(batch_spec))
-    variables = init(keys, zeros) if init else model.init(keys, **_call_arguments(model, zeros, batch_spec))
-    extra = sorted(set(variables) - {"params"})
-    if extra:
-        raise ShardingError(
-            f"{type(model).__name__} has collections besides params: {', '.join(extra)}; only params are trained yet",
-            fix="use a model without them, such as LayerNorm for BatchNorm",
-        )
-    return variables["params"]
+    variables = dict(init(keys, zeros) if init else model.init(keys, **_call_arguments(model, zeros, batch_spec)))
+    params = variables.pop("params")
+    return params, variables or None
 
 
 def _call_arguments(model: nn.Module, batch: Any, batch_spec: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from meshes.errors import nearest
 from meshes.shape import MeshShape
 from shardlib.rules import Rule, Rules
+from shardlib.spec_axes import make_entry
 
 Names = tuple[str | None, ...]
 _BLOCKS: Final = re.compile(r"(.+)\[([0-9]+)\]\Z")
@@ -67,7 +68,7 @@ def decide(names: Names, shape: tuple[int, ...], *, rules: Rules, mesh: MeshShap
 
 def spec_of(decisions: tuple[Decision, ...]) -> P:
     """The decisions as a `PartitionSpec` with one entry per dim."""
-    return P(*(_spec_entry(decision.mesh_axes) for decision in decisions))
+    return P(*(make_entry(decision.mesh_axes) for decision in decisions))
 
 
 def split_blocks(name: str) -> tuple[str, int | None]:
@@ -156,7 +157,3 @@ def _indivisible(
         f'"{replace(rule, indivisible="replicate")}"'
     )
     return replace(blank, reason=reason, problem=problem), True
-
-
-def _spec_entry(axes: tuple[str, ...]) -> str | tuple[str, ...] | None:
-    return None if not axes else axes[0] if len(axes) == 1 else axes

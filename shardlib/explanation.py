@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import PartitionSpec as P
 
 from meshes.shape import MeshShape
+from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, itemsize
 
 
@@ -32,6 +32,7 @@ class Explanation:
         mesh: the mesh.
         parameters, batch, activations: arrays with spec and reason per dim.
         optimizer_bytes: size of the optimizer's state.
+        choices: what the plan decided where it had a choice.
         notices: what is legal and still worth saying.
     """
 
@@ -40,6 +41,7 @@ class Explanation:
     batch: tuple[Entry, ...]
     activations: tuple[Entry, ...]
     optimizer_bytes: Bytes
+    choices: tuple[str, ...]
     notices: tuple[str, ...]
 
     @property
@@ -71,6 +73,7 @@ class Explanation:
             "parameters": [entry_json(entry) for entry in self.parameters],
             "batch": [entry_json(entry) for entry in self.batch],
             "activations": [entry_json(entry) for entry in self.activations],
+            "choices": list(self.choices),
             "notices": list(self.notices),
         }
 
@@ -92,7 +95,7 @@ class Explanation:
         lines += [
             f"  {name}: {bytes_text(size.per_device)} of {bytes_text(size.total)}" for name, size in self.totals.items()
         ]
-        lines += [f"notice: {notice}" for notice in self.notices]
+        lines += [*self.choices, *(f"notice: {notice}" for notice in self.notices)]
         return "\n".join(lines)
 
 
@@ -107,10 +110,10 @@ def entries_bytes(entries: tuple[Entry, ...]) -> Bytes:
 def tree_bytes(tree: Any, specs: Any, mesh: MeshShape) -> Bytes:
     """Sizes of a tree of abstract arrays under a tree of specs."""
     total = per_device = 0
-    flat_specs = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P))
+    flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
     for leaf, spec in zip(jax.tree.leaves(tree), flat_specs, strict=True):
         size = math.prod(leaf.shape) * itemsize(str(leaf.dtype))
-        shards = math.prod(mesh.size(axis) for axis in _axes(spec))
+        shards = math.prod(mesh.size(axis) for entry in spec for axis in axes_of(entry))
         total, per_device = total + size, per_device + size // shards
     return Bytes(total=total, per_device=per_device)
 
@@ -148,7 +151,3 @@ def bytes_text(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:,.1f} TiB"
-
-
-def _axes(spec: P) -> list[str]:
-    return [axis for entry in spec if entry is not None for axis in ((entry,) if isinstance(entry, str) else entry)]

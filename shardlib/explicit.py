@@ -21,6 +21,7 @@ from meshes.errors import raise_collected
 from shardlib.accumulate import gradients
 from shardlib.objective import LossFunction, Sums
 from shardlib.slices import cut, part_keys
+from shardlib.spec_axes import axes_of, is_spec, only, without
 from shardlib.strategies import DATA_LIKE
 from shardlib.tree_paths import leaves_with_paths
 
@@ -38,6 +39,7 @@ class Layout:
         num_microbatches: parts of each device's rows, one after another.
         num_slices: logical slices per device and microbatch, each with its own key.
         gather: parameters gathered once per "step", or per "microbatch".
+        compute_dtype: of the parameters inside the loss, and on the wire.
         reduce_dtype: of the gradients on the wire.
     """
 
@@ -49,6 +51,7 @@ class Layout:
     num_microbatches: int
     num_slices: int
     gather: str
+    compute_dtype: Any
     reduce_dtype: Any
 
     @property
@@ -70,12 +73,12 @@ def data_like(mesh: Mesh) -> tuple[str, ...]:
 def check_layout(layout: Layout) -> None:
     """Raises for a dim that a data-like axis splits outside another axis: gathering it would interleave the rest."""
     failures = []
-    for path, spec in leaves_with_paths(layout.params, is_leaf=_is_spec):
+    for path, spec in leaves_with_paths(layout.params, is_leaf=is_spec):
         for dim, entry in enumerate(spec):
-            kinds = [axis in DATA_LIKE for axis in _names(entry)]
+            kinds = [axis in DATA_LIKE for axis in axes_of(entry)]
             if kinds != sorted(kinds):
                 failures.append(
-                    f"{path} dim {dim} is split by {'+'.join(_names(entry))}; fix: put the data-like axis last"
+                    f"{path} dim {dim} is split by {'+'.join(axes_of(entry))}; fix: put the data-like axis last"
                 )
     raise_collected(failures, heading="the explicit lowering cannot gather these parameters:")
 
@@ -90,9 +93,9 @@ def explicit_gradients(loss: LossFunction, layout: Layout) -> Callable[[Any, Any
     check_layout(layout)
     mesh, axes = layout.mesh, layout.axes
     hoisted = layout.gather == "step"
-    whole = jax.tree.map(lambda spec: without(spec, DATA_LIKE), layout.params, is_leaf=_is_spec)
-    stacked = jax.tree.map(lambda spec: P(axes, *spec), whole, is_leaf=_is_spec)
-    held = jax.tree.map(lambda spec: only(spec, axes), layout.params, is_leaf=_is_spec)
+    whole = jax.tree.map(lambda spec: without(spec, DATA_LIKE), layout.params, is_leaf=is_spec)
+    stacked = jax.tree.map(lambda spec: P(axes, *spec), whole, is_leaf=is_spec)
+    held = jax.tree.map(lambda spec: only(spec, axes), layout.params, is_leaf=is_spec)
 
     def core(params: Any, batch: Any, rng: Any) -> tuple[Any, Sums]:
         shard = jax.lax.axis_index(axes) if axes else 0
@@ -107,6 +110,7 @@ def explicit_gradients(loss: LossFunction, layout: Layout) -> Callable[[Any, Any
         return jax.tree.map(lambda leaf: leaf[None], grads), sums
 
     def value(params: Any, batch: Any, rng: Any) -> tuple[Any, Sums]:
+        params = cast(params, layout.compute_dtype)
         if hoisted:
             gather = lambda params: _gather(params, layout.params)  # noqa: E731
             params = _manual(gather, mesh, (layout.params,), whole)(params)
@@ -119,7 +123,7 @@ def explicit_gradients(loss: LossFunction, layout: Layout) -> Callable[[Any, Any
         else:
             local = core
         grads, sums = local(params, batch, rng)
-        wanted = jax.tree.map(lambda spec: NamedSharding(mesh, spec), stacked, is_leaf=_is_spec)
+        wanted = jax.tree.map(lambda spec: NamedSharding(mesh, spec), stacked, is_leaf=is_spec)
         grads = jax.lax.with_sharding_constraint(grads, wanted)
         reduce = lambda grads: jax.tree.map(  # noqa: E731
             lambda leaf, spec: _reduce(leaf[0], spec, layout), grads, layout.grads
@@ -127,6 +131,12 @@ def explicit_gradients(loss: LossFunction, layout: Layout) -> Callable[[Any, Any
         return _manual(reduce, mesh, (stacked,), layout.grads)(grads), sums
 
     return value
+
+
+def cast(params: Any, dtype: Any) -> Any:
+    """Floating-point leaves in `dtype`; the others as they are."""
+    is_floating = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)  # noqa: E731
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_floating(leaf) else leaf, params)
 
 
 def _manual(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
@@ -138,7 +148,7 @@ def _gather(params: Any, specs: Any) -> Any:
 
     def leaf(x: jax.Array, spec: P) -> jax.Array:
         for dim, entry in enumerate(spec):
-            axes = tuple(axis for axis in _names(entry) if axis in DATA_LIKE)
+            axes = tuple(axis for axis in axes_of(entry) if axis in DATA_LIKE)
             if axes:
                 x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
         return x
@@ -151,7 +161,7 @@ def _gather_nested(params: Any, layout: Layout) -> Any:
     automatic = {axis for axis in layout.mesh.axis_names if axis not in layout.axes}
     if not automatic:
         return _gather(params, layout.params)
-    tensor = jax.tree.map(lambda spec: without(spec, DATA_LIKE), layout.params, is_leaf=_is_spec)
+    tensor = jax.tree.map(lambda spec: without(spec, DATA_LIKE), layout.params, is_leaf=is_spec)
     gather = lambda params: _gather(params, layout.params)  # noqa: E731
     mesh = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
@@ -164,7 +174,7 @@ def _reduce(grad: jax.Array, spec: P, layout: Layout) -> jax.Array:
     grad = grad.astype(layout.reduce_dtype)
     scattered: set[str] = set()
     for dim, entry in enumerate(spec):
-        axes = tuple(axis for axis in _names(entry) if axis in layout.axes)
+        axes = tuple(axis for axis in axes_of(entry) if axis in layout.axes)
         if axes:
             grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
             scattered |= set(axes)
@@ -174,25 +184,3 @@ def _reduce(grad: jax.Array, spec: P, layout: Layout) -> jax.Array:
         if group:
             grad = jax.lax.psum(grad, group)
     return grad.astype(jnp.float32)
-
-
-def without(spec: P, dropped: tuple[str, ...]) -> P:
-    """The spec without some mesh axes."""
-    return P(*(_entry(tuple(axis for axis in _names(entry) if axis not in dropped)) for entry in spec))
-
-
-def only(spec: P, kept: tuple[str, ...]) -> P:
-    """The spec with these mesh axes alone."""
-    return P(*(_entry(tuple(axis for axis in _names(entry) if axis in kept)) for entry in spec))
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
-
-
-def _entry(axes: tuple[str, ...]) -> Any:
-    return None if not axes else axes[0] if len(axes) == 1 else axes
-
-
-def _is_spec(node: Any) -> bool:
-    return isinstance(node, P)

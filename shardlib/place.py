@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from meshes.errors import ShardingError, raise_collected
+from meshes.shape import MeshShape
 from shardlib import annotate
 from shardlib.decide import Decision, Names, decide, spec_of
 from shardlib.ops.attention import sharded_heads_attention
@@ -44,23 +45,42 @@ def with_rules(function: Callable[..., T], rules: Rules, mesh: Mesh | AbstractMe
     return annotate.under(active(rules, mesh), function)
 
 
-def active(rules: Rules, mesh: Mesh | AbstractMesh, *, record: Record | None = None) -> annotate.Active:
-    """The value that puts rules in force in a trace; `record` hears `(names, array, decisions)`."""
+def active(
+    rules: Rules,
+    mesh: Mesh | AbstractMesh,
+    *,
+    record: Record | None = None,
+    hidden: tuple[str, ...] = (),
+    manual: bool = False,
+) -> annotate.Active:
+    """The value that puts rules in force in a trace.
+
+    Args:
+        rules: what the names mean.
+        mesh: the mesh.
+        record: hears `(names, array, decisions)` for every named activation.
+        hidden: mesh axes that constraints leave alone, because something outside already divides by them: a manual
+            region, or a `vmap` over slices of the batch.
+        manual: the trace is inside a region manual over the hidden axes.
+    """
     shape = mesh_shape(mesh)
+    visible = MeshShape(axes=tuple((axis, 1 if axis in hidden else size) for axis, size in shape.axes))
     explicit = AxisType.Explicit in mesh.axis_types
 
     def constrain(x: Any, names: Names) -> Any:
-        decisions = decide_activation(names, x.shape, rules=rules, mesh=mesh)
+        decisions = decide_activation(names, x.shape, rules=rules, mesh=visible)
         if record is not None:
             record(names, x, decisions)
-        if shape.num_devices == 1:
+        if visible.num_devices == 1:
             return x
+        if manual:
+            return jax.lax.with_sharding_constraint(x, spec_of(decisions))
         sharding = NamedSharding(mesh, spec_of(decisions))
         return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
 
     def shards_of_heads(query_shape: tuple[int, ...]) -> int:
         names = known(("batch", "length", "heads", "head_dim"))
-        decisions = decide_activation(names, query_shape, rules=rules, mesh=mesh)
+        decisions = decide_activation(names, query_shape, rules=rules, mesh=visible)
         return math.prod(shape.size(axis) for axis in decisions[2].mesh_axes)
 
     def known(names: Names) -> Names:
@@ -72,7 +92,7 @@ def active(rules: Rules, mesh: Mesh | AbstractMesh, *, record: Record | None = N
 
 
 def decide_activation(
-    names: Names, shape: tuple[int, ...], *, rules: Rules, mesh: Mesh | AbstractMesh
+    names: Names, shape: tuple[int, ...], *, rules: Rules, mesh: Mesh | AbstractMesh | MeshShape
 ) -> tuple[Decision, ...]:
     """Decisions for an array named inside a model.
 

@@ -1,19 +1,24 @@
 """Plan: everything that decides the parallelism of a run, as one frozen value with a JSON form.
 
-In: mesh text and rules. Out: a value to bind a model with, to compare, to keep beside a run.
+In: mesh text, rules, options. Out: a value to bind a model with, to compare, to keep beside a run.
 
-    plan = Plan(mesh="data=2,tensor=4")
+    plan = Plan(mesh="data=2,tensor=4", num_microbatches=4)
     assert Plan.from_json(plan.to_json()) == plan
 """
 
 import json
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, Literal, get_args
 
-from meshes.errors import ShardingError, nearest
-from meshes.shape import MeshShape
-from shardlib.rules import Rules
-from shardlib.strategies import default_rules
+from meshes.errors import ShardingError, nearest, raise_collected
+from meshes.shape import INFERRED, MeshShape
+from shardlib.rules import Rule, Rules
+from shardlib.strategies import DATA_LIKE, default_rules
+
+Lowering = Literal["automatic", "explicit"]
+Gather = Literal["step", "microbatch"]
+Dtype = Literal["float32", "bfloat16"]
+DATA: Final = "data"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,10 +28,32 @@ class Plan:
     Args:
         mesh: mesh text or shape; at most one size is -1, to be inferred from the devices.
         rules: logical to mesh axes; by default the rules of all strategies.
+        lowering: of the data-like axes. "automatic": the compiler places their collectives. "explicit": parameters
+            are gathered and gradients reduced by us, once per step. None chooses; see `chosen_lowering`.
+        num_microbatches: parts of each device's rows, run one after another and accumulated.
+        zero: 1 shards optimizer state over `data`, 2 also reduced gradients, 3 is fsdp on that axis.
+        gather: explicit lowering only: sharded parameters are gathered once per "step" or per "microbatch".
+        random_slices: into how many logical slices the batch is cut, each with its own key. None takes as many as
+            the layout makes anyway, which is fast and makes dropout depend on the layout.
+        compute_dtype: of parameters inside the loss; the stored parameters are float32.
+        reduce_dtype: of gradients on the wire; explicit lowering only, when it differs from the compiler's choice.
+        remat: what a layer keeps for its backward pass: "full", "none", "dots", "names:...", "offload:..."; None
+            leaves it to the model.
+
+    Raises:
+        ShardingError: every option that cannot be, listed.
     """
 
     mesh: MeshShape
     rules: Rules = field(default_factory=default_rules)
+    lowering: Lowering | None = None
+    num_microbatches: int = 1
+    zero: int = 0
+    gather: Gather = "step"
+    random_slices: int | None = None
+    compute_dtype: Dtype = "float32"
+    reduce_dtype: Dtype = "float32"
+    remat: str | None = None
 
     def __post_init__(self):
         # Text is accepted for the mesh because people write it by hand; the field is always a MeshShape.
@@ -36,14 +63,97 @@ class Plan:
                 f"a plan's rules are a Rules value, not {type(self.rules).__name__}",
                 fix='use Rules.parse(["batch -> data", ...])',
             )
+        raise_collected([*self._value_problems(), *self._combination_problems()], heading="the plan cannot be:")
+
+    def _value_problems(self) -> list[str]:
+        problems = []
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known:
+                text = [str(choice) for choice in known if choice is not None]
+                problems.append(f"{name}={value!r} is unknown{nearest(str(value), text)}; fix: use {' or '.join(text)}")
+        for name, least in (("num_microbatches", 1), ("random_slices", 1)):
+            value = getattr(self, name)
+            if value is None and name == "random_slices":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                problems.append(f"{name}={value!r} is not a positive integer; fix: {name}=1")
+        return problems
+
+    def _combination_problems(self) -> list[str]:
+        problems = []
+        if self.zero and DATA not in self.mesh.names:
+            problems.append(
+                f"zero={self.zero} shards over the data axis, and mesh {self.mesh} has none; fix: name data=N"
+            )
+        if self.lowering == "automatic" and self.reduce_dtype != self.compute_dtype:
+            problems.append(
+                f"reduce_dtype={self.reduce_dtype} with compute_dtype={self.compute_dtype}: under the automatic "
+                "lowering the compiler reduces gradients in the dtype of their products; fix: lowering=explicit"
+            )
+        if self.lowering == "automatic" and self.gather != "step":
+            problems.append("gather is a choice of the explicit lowering; fix: lowering=explicit, or leave gather out")
+        return problems
+
+    @property
+    def chosen_lowering(self) -> tuple[Lowering, str]:
+        """The lowering and why: explicit for accumulation, reduced precision or a gather option, else automatic."""
+        if self.lowering is not None:
+            return self.lowering, "the plan says so"
+        if self.num_microbatches > 1:
+            return "explicit", f"{self.num_microbatches} microbatches are accumulated locally and reduced once"
+        if self.compute_dtype != "float32":
+            return "explicit", f"gradients of {self.compute_dtype} products are reduced in {self.reduce_dtype}"
+        if self.gather != "step":
+            return "explicit", f"gather={self.gather}"
+        return "automatic", "one microbatch in float32: the compiler places the collectives"
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """What the plan decided where it had a choice, in words, for `explain`."""
+        lowering, why = self.chosen_lowering
+        lines = [f"lowering: {lowering}, because {why}"]
+        if lowering == "explicit":
+            lines.append(f"sharded parameters are gathered once per {self.gather}, as {self.compute_dtype}")
+            lines.append(f"gradients are reduced once per step, as {self.reduce_dtype}")
+        if self.zero in (1, 2):
+            also = " and reduced gradients" if self.zero == 2 else ""
+            lines.append(f"zero={self.zero}: optimizer state{also} sharded over data={self.mesh.size(DATA)}")
+        if self.zero == 3:
+            lines.append("zero=3 is fsdp on the data axis: parameters are sharded along embed over data too")
+        if self.remat is not None:
+            lines.append(f"remat: {self.remat}")
+        return tuple(lines)
+
+    @property
+    def placement_rules(self) -> Rules:
+        """The rules that place parameters: with zero=3 the data axis shards embed too, which is fsdp on that axis."""
+        if self.zero != 3 or INFERRED in self.mesh.sizes or self.mesh.size(DATA) == 1:
+            return self.rules
+        sharded = [
+            replace(rule, mesh_axes=(*rule.mesh_axes, DATA)) if rule.mesh_axes == ("fsdp",) else rule
+            for rule in self.rules.rules
+        ]
+        if sharded == list(self.rules.rules):
+            sharded.insert(0, Rule(logical="embed", mesh_axes=(DATA,)))
+        return replace(self.rules, rules=tuple(sharded))
+
+    @property
+    def num_batch_shards(self) -> int:
+        """Into how many shards the data-like axes divide a batch."""
+        shards = 1
+        for axis in DATA_LIKE:
+            shards *= self.mesh.size(axis)
+        return shards
 
     def to_json(self) -> str:
         """The plan as a JSON document; rules are kept as TOML text inside it."""
-        return json.dumps({"mesh": str(self.mesh), "rules": self.rules.to_toml()}, indent=2)
+        document = {f.name: getattr(self, f.name) for f in fields(self)}
+        return json.dumps({**document, "mesh": str(self.mesh), "rules": self.rules.to_toml()}, indent=2)
 
     @classmethod
     def from_json(cls, text: str, /) -> "Plan":
-        """Reads what `to_json` wrote.
+        """Reads what `to_json` wrote; options may be left out.
 
         Raises:
             ShardingError: not JSON, a missing or unknown key, or a value that does not parse.
@@ -54,12 +164,23 @@ class Plan:
             raise ShardingError(f"plan: not JSON: {error}") from None
         if not isinstance(document, dict) or not isinstance(document.get("mesh"), str):
             raise ShardingError('plan: "mesh" is missing or not text', fix='write {"mesh": "data=2,tensor=4"}')
-        for key in document:
-            if key not in ("mesh", "rules"):
-                raise ShardingError(f"plan: unknown key {key!r}{nearest(key, ('mesh', 'rules'))}")
-        if "rules" not in document:
-            return cls(mesh=MeshShape.parse(document["mesh"]))
-        if not isinstance(document["rules"], str):
-            raise ShardingError('plan: "rules" is not text', fix="put the rules' TOML document there")
-        rules = Rules.from_toml(document["rules"], base=default_rules(), source="plan rules")
-        return cls(mesh=MeshShape.parse(document["mesh"]), rules=rules)
+        known = [f.name for f in fields(cls)]
+        raise_collected(
+            [f"unknown key {key!r}{nearest(key, known)}" for key in document if key not in known], heading="plan:"
+        )
+        if "rules" in document:
+            if not isinstance(document["rules"], str):
+                raise ShardingError('plan: "rules" is not text', fix="put the rules' TOML document there")
+            document["rules"] = Rules.from_toml(document["rules"], base=default_rules(), source="plan rules")
+        if not isinstance(document.get("remat"), str | None):
+            raise ShardingError('plan: "remat" is not text', fix='write "full", "dots" or "names:..."')
+        return cls(**document)
+
+
+_CHOICES: Final[dict[str, tuple[Any, ...]]] = {
+    "lowering": (None, *get_args(Lowering)),
+    "zero": (0, 1, 2, 3),
+    "gather": get_args(Gather),
+    "compute_dtype": get_args(Dtype),
+    "reduce_dtype": get_args(Dtype),
+}

@@ -7,6 +7,8 @@ In: `Bound`, an optax optimizer, numpy or JAX batches. Out: states and metrics.
     state, metrics = trainer.step(state, batch)
 """
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -19,9 +21,14 @@ from meshes.build import make_mesh, shape_of
 from meshes.errors import ShardingError, raise_collected
 from shardlib import batch_spec as batches
 from shardlib.binding import Bound
+from shardlib.gradients import StepSpecs, gradient_function
+from shardlib.objective import Metrics, Sums
 from shardlib.optimizer_specs import abstract_state, optimizer_specs
 from shardlib.place import active, place, shardings, structure_error
-from shardlib.step import Metrics, TrainState, eval_step, train_step
+from shardlib.rules import Rules
+from shardlib.slices import BATCH
+from shardlib.specs import resolve
+from shardlib.step import TrainState, eval_step, train_step
 from shardlib.tree_paths import leaves_with_paths
 
 
@@ -41,16 +48,23 @@ class Trainer:
         self.bound = bound
         self.optimizer = optimizer
         self.mesh = _auto_mesh(bound, mesh)
-        params = bound.params.specs
+        state_like, _ = bound.state_specs()
         specs = TrainState(
-            step=P(), params=params, opt_state=optimizer_specs(optimizer, bound.abstract_params, params), rng=P()
+            step=P(),
+            params=bound.params.specs,
+            opt_state=optimizer_specs(optimizer, bound.abstract_params, state_like),
+            rng=P(),
+            collections=None if bound.collections is None else bound.collections.specs,
+        )
+        self._specs = StepSpecs(
+            params=specs.params, grads=state_like, batch=bound.batch.specs, batch_spec=bound.batch_spec
         )
         self.state_shardings: TrainState = shardings(specs, self.mesh)
         self.batch_shardings = shardings(bound.batch.specs, self.mesh)
-        self._active = active(bound.plan.rules, self.mesh)
+        self._loss = bound.loss
         self._last_state: TrainState | None = None
         self._train: Any = None
-        self._eval: Any = None
+        self._evals: dict[Any, tuple[Any, Any]] = {}
 
     @property
     def abstract_state(self) -> TrainState:
@@ -61,6 +75,7 @@ class Trainer:
             params=params,
             opt_state=abstract_state(self.optimizer, params),
             rng=jax.eval_shape(lambda: jax.random.key(0)),
+            collections=self.bound.abstract_collections,
         )
         return _with_shardings(state, self.state_shardings)
 
@@ -68,12 +83,8 @@ class Trainer:
     def compiled(self) -> Any:
         """The compiled train step (`jax.stages.Compiled`), compiled on first use and never again."""
         if self._train is None:
-            step = train_step(
-                self.bound.loss,
-                self.optimizer,
-                active=self._active,
-                param_shardings=self.state_shardings.params,
-            )
+            gradients = gradient_function(self._loss, self.bound.plan, mesh=self.mesh, specs=self._specs)
+            step = train_step(gradients, self.optimizer, param_shardings=self.state_shardings.params)
             replicated = NamedSharding(self.mesh, P())
             jitted = jax.jit(
                 step,
@@ -98,9 +109,15 @@ class Trainer:
             )
 
         def build(init_key: Any, run_key: Any, params: Any) -> TrainState:
-            params = self.bound.init(init_key) if params is None else params
-            step = jax.numpy.zeros((), np.int32)
-            return TrainState(step=step, params=params, opt_state=self.optimizer.init(params), rng=run_key)
+            made, collections = self.bound.init(init_key)
+            params = made if params is None else params
+            return TrainState(
+                step=jax.numpy.zeros((), np.int32),
+                params=params,
+                opt_state=self.optimizer.init(params),
+                rng=run_key,
+                collections=collections,
+            )
 
         with jax.set_mesh(self.mesh):
             init_key, run_key = jax.random.split(jax.device_put(key, NamedSharding(self.mesh, P())))
@@ -121,24 +138,64 @@ class Trainer:
         if state is not self._last_state:
             _check_fits(state, self.abstract_state)
             state = place(state, self.state_shardings)
-        state, metrics = self.compiled(state, self._placed_batch(batch))
+        state, metrics = self.compiled(state, self._placed_batch(batch, self.bound.batch_spec, self.batch_shardings))
         self._last_state = state
         return state, metrics
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
-        """Metrics of one batch without randomness and without a change of the state."""
-        if self._eval is None:
+        """Metrics of one batch without randomness and without a change of the state; it may be short."""
+        return self.evaluate_all(state, [batch])
+
+    def evaluate_all(self, state: TrainState, all_batches: Iterable[Any]) -> Metrics:
+        """Metrics over many batches: exact means over all their rows, the last batch short or not.
+
+        Args:
+            state: as for `step`; it is not donated.
+            all_batches: batches whose batch dim may differ from the spec's; each size is compiled once. Rows that
+                the mesh does not divide are evaluated whole on every device, so that none is padded or counted twice.
+
+        Raises:
+            ShardingError: no batch, or one that does not fit the batch spec.
+        """
+        params, collections = state.params, state.collections
+        if state is not self._last_state:
+            wanted = self.state_shardings
+            _check_fits(params, self.abstract_state.params)
+            params, collections = jax.device_put((params, collections), (wanted.params, wanted.collections))
+        total: Sums | None = None
+        for batch in all_batches:
+            spec = self._spec_for(batch)
+            executable, placed = self._evaluator(spec)
+            sums = executable(params, self._placed_batch(batch, spec, placed), collections)
+            total = sums if total is None else total + sums
+        if total is None:
+            raise ShardingError("there is no batch to evaluate", fix="give at least one")
+        return total.metrics()
+
+    def _evaluator(self, spec: Any) -> tuple[Any, Any]:
+        """The executable and the batch's shardings for batches of this size."""
+        key = tuple(leaf.shape for leaf in jax.tree.leaves(spec, is_leaf=batches.is_spec))
+        if key not in self._evals:
+            rules = _whole_when_indivisible(self.bound.plan.rules)
+            wanted = self.state_shardings
+            placed = shardings(resolve(spec, rules, self.mesh).specs, self.mesh)
+            step = eval_step(self._loss, active=active(rules, self.mesh), compute_dtype=self.bound.plan.compute_dtype)
             jitted = jax.jit(
-                eval_step(self.bound.loss, active=self._active),
-                in_shardings=(self.state_shardings.params, self.batch_shardings),
+                step,
+                in_shardings=(wanted.params, placed, wanted.collections),
                 out_shardings=NamedSharding(self.mesh, P()),
             )
-            self._eval = self._compile(jitted, self.abstract_state.params, self._abstract_batch())
-        params = state.params
-        if state is not self._last_state:
-            _check_fits(params, self.abstract_state.params)
-            params = jax.device_put(params, self.state_shardings.params)
-        return self._eval(params, self._placed_batch(batch))
+            state, batch = self.abstract_state, _with_shardings(batches.abstract(spec), placed)
+            self._evals[key] = (self._compile(jitted, state.params, batch, state.collections), placed)
+        return self._evals[key]
+
+    def _spec_for(self, batch: Any) -> Any:
+        """The batch spec at the number of rows this batch has."""
+        spec, given = self.bound.batch_spec, dict(leaves_with_paths(batch))
+        for path, leaf in leaves_with_paths(spec, is_leaf=batches.is_spec):
+            if BATCH in leaf.axes and path in given and len(np.shape(given[path])) == len(leaf.shape):
+                return batches.resized(spec, batch=np.shape(given[path])[leaf.axes.index(BATCH)])
+        return spec
 
     def _compile(self, jitted: Any, *arguments: Any) -> Any:
         # A mesh that the caller has set, perhaps with Explicit axes, must not reach the trace.
@@ -148,8 +205,8 @@ class Trainer:
     def _abstract_batch(self) -> Any:
         return _with_shardings(batches.abstract(self.bound.batch_spec), self.batch_shardings)
 
-    def _placed_batch(self, batch: Any) -> Any:
-        wanted = leaves_with_paths(batches.abstract(self.bound.batch_spec))
+    def _placed_batch(self, batch: Any, spec: Any, placed: Any) -> Any:
+        wanted = leaves_with_paths(batches.abstract(spec))
         given = dict(leaves_with_paths(batch))
         problems = [f"unknown entry {path!r}" for path in given if path not in dict(wanted)]
         for path, leaf in wanted:
@@ -162,7 +219,13 @@ class Trainer:
             elif _canonical(given[path]) != leaf.dtype:
                 problems.append(f"{path!r} has dtype {_canonical(given[path])}, and the batch spec says {leaf.dtype}")
         raise_collected(problems, heading="the batch does not fit its batch spec; fix: resize it, or bind again:")
-        return jax.device_put(batch, self.batch_shardings)
+        return jax.device_put(batch, placed)
+
+
+def _whole_when_indivisible(rules: Rules) -> Rules:
+    """The rules with a batch that the mesh does not divide held whole: for evaluation, where rows are counted once."""
+    change = lambda rule: replace(rule, indivisible="replicate") if rule.logical == BATCH else rule  # noqa: E731
+    return replace(rules, rules=tuple(change(rule) for rule in rules.rules))
 
 
 def _auto_mesh(bound: Bound, mesh: Mesh | None) -> Mesh:

@@ -1,0 +1,121 @@
+"""A loss under a plan -> gradients of the whole batch's objective, by the lowering the plan chose.
+
+In: the loss, the plan, a mesh, specs. Out: `(params, batch, rng, collections) -> (gradients, Sums)` for `step`.
+
+    value = gradient_function(loss, plan, mesh=mesh, specs=specs)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from meshes.errors import ShardingError
+from shardlib import accumulate, annotate
+from shardlib.explicit import Layout, cast, data_like, explicit_gradients
+from shardlib.objective import LossFunction, Sums
+from shardlib.place import active, shardings
+from shardlib.plan import Plan
+from shardlib.slices import batch_dims, check_divides, cut, part_keys
+
+GradientFunction = Callable[[Any, Any, Any, Any], tuple[Any, Sums]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSpecs:
+    """Specs of what a step reads and makes; a static value.
+
+    Args:
+        params: of the stored parameters.
+        grads: of the reduced gradients.
+        batch: of the batch.
+        batch_spec: the batch itself, as `ArraySpec`s.
+    """
+
+    params: Any
+    grads: Any
+    batch: Any
+    batch_spec: Any
+
+
+def gradient_function(loss: LossFunction, plan: Plan, *, mesh: Mesh, specs: StepSpecs) -> GradientFunction:
+    """Builds the gradients of a train step.
+
+    Raises:
+        ShardingError: a batch that the plan's microbatches or random slices do not divide.
+    """
+    lowering, _ = plan.chosen_lowering
+    num_slices = slices_per_microbatch(plan, mesh=mesh, specs=specs)
+    build = _explicit if lowering == "explicit" else _automatic
+    return build(loss, plan, mesh, specs, num_slices)
+
+
+def slices_per_microbatch(plan: Plan, *, mesh: Mesh, specs: StepSpecs) -> int:
+    """How many slices each microbatch has: on each device (explicit lowering), or on all together (automatic)."""
+    lowering, _ = plan.chosen_lowering
+    shards, microbatches = plan.num_batch_shards, plan.num_microbatches
+    parts = plan.random_slices
+    if lowering == "explicit":
+        unit, why = shards * microbatches, f"{shards} shards x {microbatches} microbatches"
+        parts = unit if parts is None else parts
+    else:
+        unit, why = microbatches, f"{microbatches} microbatches"
+        parts = unit if parts is None else parts
+        if parts > microbatches:
+            unit, why = shards * microbatches, f"{shards} shards x {microbatches} microbatches"
+    if parts % unit:
+        raise ShardingError(
+            f"random_slices={parts} is not a multiple of {unit} ({why})",
+            fix=f"use random_slices={(parts // unit + 1) * unit}, or leave it out",
+        )
+    check_divides(specs.batch_spec, parts=parts, why=f"random_slices={parts}" if plan.random_slices else why)
+    return parts // (shards * microbatches if lowering == "explicit" else microbatches)
+
+
+def _automatic(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> GradientFunction:
+    slice_axes = data_like(mesh) if num_slices > 1 else ()
+    loss = annotate.under(active(plan.rules, mesh, hidden=slice_axes), loss)
+    dims, wanted = batch_dims(specs.batch_spec), shardings(specs.grads, mesh)
+    sizes = {"num_microbatches": plan.num_microbatches, "num_slices": num_slices}
+
+    def value(params: Any, batch: Any, rng: Any, collections: Any) -> tuple[Any, Sums]:
+        grads, sums = accumulate.gradients(
+            loss,
+            params,
+            cut(batch, dims, **sizes),
+            part_keys(rng, first=0, **sizes),
+            state=collections,
+            reduce=lambda sums: sums,
+            fetch=lambda params: cast(params, jnp.dtype(plan.compute_dtype)),
+            slice_axes=slice_axes,
+        )
+        return jax.lax.with_sharding_constraint(grads, wanted), sums
+
+    return value
+
+
+def _explicit(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> GradientFunction:
+    manual = data_like(mesh)
+    loss = annotate.under(active(plan.rules, mesh, hidden=manual, manual=bool(manual)), loss)
+    layout = Layout(
+        mesh=mesh,
+        params=specs.params,
+        grads=specs.grads,
+        batch=specs.batch,
+        batch_dims=batch_dims(specs.batch_spec),
+        num_microbatches=plan.num_microbatches,
+        num_slices=num_slices,
+        gather=plan.gather,
+        compute_dtype=jnp.dtype(plan.compute_dtype),
+        reduce_dtype=jnp.dtype(plan.reduce_dtype),
+    )
+    gradients = explicit_gradients(loss, layout)
+
+    def value(params: Any, batch: Any, rng: Any, collections: Any) -> tuple[Any, Sums]:
+        assert collections is None, "bind refuses collections under the explicit lowering"
+        return gradients(params, batch, rng)
+
+    return value
