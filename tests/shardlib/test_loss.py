@@ -6,12 +6,13 @@ import pytest
 
 from meshes import ShardingError
 from shardlib.loss import Loss, Mean, Sum, ratio
-from shardlib.step import evaluate_loss
+from shardlib.objective import sums_of
 
 
 def test_the_objective_is_the_weighted_mean_plus_the_average_term():
     loss = Loss(total=jnp.float32(6), weight=4, per_microbatch=0.5, aux={"hits": Mean(3, 4), "tokens": Sum(4)})
-    value, metrics = evaluate_loss(lambda *_: loss, None, None, None)
+    sums = sums_of(lambda *_: loss, None, None, None, state=None)
+    value, metrics = sums.value(), sums.metrics()
     assert float(value) == 2.0
     assert {name: float(metric) for name, metric in metrics.items()} == {
         "loss": 2.0,
@@ -41,11 +42,10 @@ def test_nothing_weighted_gives_zero_and_a_finite_gradient():
         (Loss(total=1.0, weight=1, per_microbatch=jnp.ones(2)), "the per_microbatch of the loss has shape [2]"),
         (Loss(total=1.0, weight=1, aux={"a": 1.0}), "metric 'a' is a float, and only Mean and Sum say how it combines"),
         (Loss(total=1.0, weight=1, aux={"loss": Sum(1.0)}), "metric 'loss' has the name of a metric of the step"),
-        (Loss(total=1.0, weight=1, state={"mean": 0}), "the loss returned updated state (running statistics)"),
     ],
 )
 def test_wrong_returns_are_named(result, says):
     with pytest.raises(ShardingError) as caught:
-        evaluate_loss(lambda *_: result, None, None, None)
+        sums_of(lambda *_: result, None, None, None, state=None)
     assert says in str(caught.value)
     assert "fix: " in str(caught.value)
