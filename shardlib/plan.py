@@ -109,6 +109,16 @@ class Plan:
         return "automatic", "one microbatch in float32: the compiler places the collectives"
 
     @property
+    def cuts_batch(self) -> str | None:
+        """What cuts the batch into parts whose losses are added up, or None when it stays whole."""
+        lowering, why = self.chosen_lowering
+        if self.num_microbatches > 1:
+            return f"{self.num_microbatches} microbatches"
+        if lowering == "explicit" and self.num_batch_shards > 1:
+            return f"explicit lowering over {self.num_batch_shards} shards, because {why}"
+        return f"random_slices={self.random_slices}" if (self.random_slices or 1) > 1 else None
+
+    @property
     def choices(self) -> tuple[str, ...]:
         """What the plan decided where it had a choice, in words, for `explain`."""
         lowering, why = self.chosen_lowering

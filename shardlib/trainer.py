@@ -26,7 +26,8 @@ from shardlib.objective import Metrics, Sums
 from shardlib.optimizer_specs import abstract_state, optimizer_specs
 from shardlib.place import active, place, shardings, structure_error
 from shardlib.rules import Rules
-from shardlib.slices import BATCH
+from shardlib.separable import NUM_ROWS, check_same, compared, first_rows
+from shardlib.slices import BATCH, batch_dims
 from shardlib.specs import resolve
 from shardlib.step import TrainState, eval_step, train_step
 from shardlib.tree_paths import leaves_with_paths
@@ -39,12 +40,21 @@ class Trainer:
         bound: the model under its plan.
         optimizer: an optax transformation.
         mesh: the mesh to run on; by default `make_mesh(plan.mesh)`. Explicit axes are rebuilt as Auto ones.
+        check_separable: where the plan cuts the batch, compare the loss of a few rows with that of their halves before
+            the first step; off for a loss known to be a sum over rows.
 
     Raises:
         ShardingError: a mesh of another shape than the plan's.
     """
 
-    def __init__(self, bound: Bound, optimizer: optax.GradientTransformation, *, mesh: Mesh | None = None):
+    def __init__(
+        self,
+        bound: Bound,
+        optimizer: optax.GradientTransformation,
+        *,
+        mesh: Mesh | None = None,
+        check_separable: bool = True,
+    ):
         self.bound = bound
         self.optimizer = optimizer
         self.mesh = _auto_mesh(bound, mesh)
@@ -62,6 +72,7 @@ class Trainer:
         self.state_shardings: TrainState = shardings(specs, self.mesh)
         self.batch_shardings = shardings(bound.batch.specs, self.mesh)
         self._loss = bound.loss
+        self._to_check = check_separable and bound.plan.cuts_batch is not None
         self._last_state: TrainState | None = None
         self._train: Any = None
         self._evals: dict[Any, tuple[Any, Any]] = {}
@@ -138,9 +149,29 @@ class Trainer:
         if state is not self._last_state:
             _check_fits(state, self.abstract_state)
             state = place(state, self.state_shardings)
+        if self._to_check:
+            self._check_separable(state.params, batch)
         state, metrics = self.compiled(state, self._placed_batch(batch, self.bound.batch_spec, self.batch_shardings))
         self._last_state = state
         return state, metrics
+
+    def _check_separable(self, params: Any, batch: Any) -> None:
+        """Once, before the first step of a plan that cuts the batch."""
+        plan, spec = self.bound.plan, self.bound.batch_spec
+        self._to_check = False
+        dims, rules = batch_dims(spec), _whole_when_indivisible(plan.rules)
+        if any(
+            leaf.shape[leaf.axes.index(BATCH)] < NUM_ROWS
+            for leaf in jax.tree.leaves(spec, is_leaf=batches.is_spec)
+            if BATCH in leaf.axes
+        ):
+            return
+        rows = first_rows(batch, dims)
+        compare = compared(self._loss, dims, active=active(rules, self.mesh), compute_dtype=plan.compute_dtype)
+        replicated = NamedSharding(self.mesh, P())
+        with jax.set_mesh(self.mesh):
+            together, apart = jax.jit(compare, out_shardings=replicated)(params, jax.device_put(rows, replicated))
+        check_same(together, apart, compute_dtype=plan.compute_dtype, why=plan.cuts_batch or "")
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """Metrics of one batch without randomness and without a change of the state; it may be short."""
