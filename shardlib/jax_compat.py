@@ -5,6 +5,7 @@ In: values of public JAX. Out: what only private modules tell.
     used = inputs_used(closed_jaxpr, [False, True])
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax
 # Seen in JAX 0.10.2 and 0.12.0: the dead-code pass that jax.checkpoint and jax.linearize use. There is no public
 # way to ask which inputs an output depends on through nested jit, scan and cond; a public one would replace it.
 from jax._src.interpreters.partial_eval import dce_jaxpr
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
 
 
 def inputs_used(closed_jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
@@ -45,3 +46,77 @@ def pruned(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
         return jax.tree.unflatten(treedef, run(*leaves))
 
     return call
+
+
+def opened(jaxpr: Any) -> Any:
+    """The jaxpr itself of an open or closed one; 0.12 has one type for both, with `.jaxpr` the identity on it."""
+    return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def with_jaxpr(original: Any, jaxpr: Any) -> Any:
+    """`jaxpr`, open or closed as `original` is and with its constants, so that it fits in the same place."""
+    return original.replace(jaxpr=jaxpr) if isinstance(original, ClosedJaxpr) else jaxpr
+
+
+# Equations that run one jaxpr on all their inputs, by the parameter that holds it: names of 0.10.2 and 0.12.0. Public
+# is `jax.extend.core.jaxprs_in_params`, which does not say which input goes where.
+_CALLS = {"jit": "jaxpr", "shard_map": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
+
+
+def called(equation: Any) -> str | None:
+    """The parameter that holds the one jaxpr an equation runs on all its inputs, or None for any other equation."""
+    return "jaxpr" if is_checkpoint(equation) else _CALLS.get(equation.primitive.name)
+
+
+def is_checkpoint(equation: Any) -> bool:
+    """Whether the equation is a `jax.checkpoint`."""
+    return equation.primitive is _checkpoint_primitive()
+
+
+def scan_signature(equation: Any) -> tuple[int, int]:
+    """How many of a scan equation's inputs are constants and carries; the rest are sliced.
+
+    Seen: parameters `num_consts` and `num_carry` in 0.10.2, `ft_in` in 0.12.0. `jax.extend` has neither.
+    """
+    if "num_consts" in equation.params:
+        return equation.params["num_consts"], equation.params["num_carry"]
+    consts, carry, _ = equation.params["ft_in"].unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def checkpointed(jaxpr: Any, *, policy: Callable[..., Any], prevent_cse: bool) -> Any:
+    """An open jaxpr with the same constants, inputs and outputs, whose equations are all in one `jax.checkpoint`."""
+    like = _checkpoint_like(policy, prevent_cse)
+    constants, inputs = [Var(var.aval) for var in jaxpr.constvars], [Var(var.aval) for var in jaxpr.invars]
+    outputs = [Var(atom.aval) for atom in jaxpr.outvars]
+    inner = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    body = like.replace(
+        invars=[*constants, *inputs],
+        outvars=outputs,
+        params={**like.params, "jaxpr": inner},
+        effects=jaxpr.effects,
+        source_info=like.source_info.replace(name_stack=type(like.source_info.name_stack)()),
+    )
+    return jaxpr.replace(constvars=constants, invars=inputs, outvars=outputs, eqns=[body])
+
+
+@functools.cache
+def _checkpoint_primitive() -> Any:
+    return _checkpoint_like(jax.checkpoint_policies.nothing_saveable, True).primitive
+
+
+def _checkpoint_like(policy: Callable[..., Any], prevent_cse: bool) -> Any:
+    """A checkpoint equation made by JAX itself, to take the primitive and its parameters from."""
+    identity = jax.checkpoint(lambda x: x, policy=policy, prevent_cse=prevent_cse)
+    return jax.make_jaxpr(identity)(0.0).jaxpr.eqns[-1]
+
+
+def renamed(equation: Any, read: Callable[[Any], Any], *, outputs: Sequence[Any], caller: Any = None) -> Any:
+    """The equation with `read` of its inputs and new outputs; inside `caller`'s scope of names when inlined from it.
+
+    `source_info.name_stack` is relative to the enclosing jaxpr in 0.10.2 and 0.12.0; no public API joins two.
+    """
+    source = equation.source_info
+    if caller is not None:
+        source = source.replace(name_stack=caller.source_info.name_stack + source.name_stack)
+    return equation.replace(invars=[read(atom) for atom in equation.invars], outvars=outputs, source_info=source)
