@@ -7,6 +7,7 @@ numbers on one common grid, so that simulated times and fractions are exact.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -151,31 +152,36 @@ class Costs:
         Raises:
             ShardingError: a list that has neither one entry per rank nor one per virtual stage.
         """
-        stages = len(placement.ranks)
-        per_kind = [_spread(getattr(self, name), placement, name=name) for name in ("forward", "backward", "weight")]
-        first, last = ([kind[stage] for kind in per_kind] for stage in (0, stages - 1))
-        for stage, extra in ((0, _extra(self.embedding, first)), (stages - 1, _extra(self.head, last))):
-            for kind, amount in zip(per_kind, extra):
-                kind[stage] += amount
-        if any(part > whole for whole, part in zip(per_kind[1], per_kind[2])):
-            raise ShardingError("W is above B on some stage", fix="B is the whole backward, W its weight part")
-        link = _exact(self.link)
-        scale = math.lcm(link.denominator, *(number.denominator for kind in per_kind for number in kind))
-        forward, backward, weight = (tuple(int(number * scale) for number in kind) for kind in per_kind)
-        live = _spread(self.activation, placement, name="activation")
-        kept = [number * _exact(self.stash) for number in live]
-        size_scale = math.lcm(*(number.denominator for number in (*live, *kept)))
-        return Times(
-            forward=forward,
-            backward=backward,
-            input=tuple(whole - part for whole, part in zip(backward, weight)),
-            weight=weight,
-            link=int(link * scale),
-            scale=scale,
-            activation=tuple(int(number * size_scale) for number in live),
-            stash=tuple(int(number * size_scale) for number in kept),
-            size_scale=size_scale,
-        )
+        return _times(self, placement)
+
+
+@functools.lru_cache(maxsize=256)
+def _times(costs: Costs, placement: Placement) -> Times:
+    stages = len(placement.ranks)
+    per_kind = [_spread(getattr(costs, name), placement, name=name) for name in ("forward", "backward", "weight")]
+    first, last = ([kind[stage] for kind in per_kind] for stage in (0, stages - 1))
+    for stage, extra in ((0, _extra(costs.embedding, first)), (stages - 1, _extra(costs.head, last))):
+        for kind, amount in zip(per_kind, extra):
+            kind[stage] += amount
+    if any(part > whole for whole, part in zip(per_kind[1], per_kind[2])):
+        raise ShardingError("W is above B on some stage", fix="B is the whole backward, W its weight part")
+    link = _exact(costs.link)
+    scale = math.lcm(link.denominator, *(number.denominator for kind in per_kind for number in kind))
+    forward, backward, weight = (tuple(int(number * scale) for number in kind) for kind in per_kind)
+    live = _spread(costs.activation, placement, name="activation")
+    kept = [number * _exact(costs.stash) for number in live]
+    size_scale = math.lcm(*(number.denominator for number in (*live, *kept)))
+    return Times(
+        forward=forward,
+        backward=backward,
+        input=tuple(whole - part for whole, part in zip(backward, weight)),
+        weight=weight,
+        link=int(link * scale),
+        scale=scale,
+        activation=tuple(int(number * size_scale) for number in live),
+        stash=tuple(int(number * size_scale) for number in kept),
+        size_scale=size_scale,
+    )
 
 
 def _listed(value: Numbers) -> tuple[Number, ...]:

@@ -8,13 +8,13 @@ In: a legal `Table` and `Costs`. Out: a proved `Lowered`, with buffers as small 
 from collections.abc import Callable, Iterator
 
 from shardlib.pipeline.costs import Costs
-from shardlib.pipeline.graph import Graph, build_graph
+from shardlib.pipeline.graph import Graph
 from shardlib.pipeline.lowered import NOTHING, READERS, Access, Buffer, Grid, Lowered, Work, values_written
 from shardlib.pipeline.prove import check
 from shardlib.pipeline.slots import assign_slots, most_alive
 from shardlib.pipeline.table import INPUT, KINDS, Table
 from shardlib.pipeline.ticks import SKIP, Ticks, assign_ticks, channel_index, choose_ticks
-from shardlib.pipeline.verify import verify
+from shardlib.pipeline.verify import legal_graph
 
 
 def lower(
@@ -45,13 +45,12 @@ def lower(
         >>> lowered.num_ticks, lowered.buffer("residual_input").size
         (3, 2)
     """
-    verify(table)
+    graph = legal_graph(table)
     ticks = (
         assign_ticks(table, form=form)
         if form
         else choose_ticks(table, costs or Costs(), idle=idle, max_activations=max_activations)
     )
-    graph = build_graph(table)
     kinds = [kind for kind in KINDS if any(key[0] == kind for key in graph.keys)]
     work = tuple(_work(kind, graph, ticks) for kind in kinds)
     buffers = tuple(_buffer(name, graph, ticks, kinds=kinds) for name in READERS if name != "stash" or INPUT in kinds)

@@ -16,7 +16,7 @@ from shardlib.pipeline.costs import Costs, Times
 from shardlib.pipeline.graph import Graph, build_graph
 from shardlib.pipeline.table import BACKWARD, FORWARD, INPUT, Table
 from shardlib.pipeline.ticks import MASK, SKIP, Ticks, assign_ticks, choose_ticks, tick_order, tick_spans
-from shardlib.pipeline.verify import verify
+from shardlib.pipeline.verify import legal_graph
 
 Span = tuple[float, float]
 
@@ -122,8 +122,7 @@ def simulate(
     costs = Costs() if costs is None else costs
     if idle not in (SKIP, MASK):
         raise ShardingError(f"idle={idle!r} is unknown", fix=f"idle={SKIP!r} or idle={MASK!r}")
-    verify(table)
-    graph, times = build_graph(table), costs.times(table.placement)
+    graph, times = legal_graph(table), costs.times(table.placement)
     if not lockstep:
         return _summary(table, costs, graph=graph, times=times, spans=free_spans(graph, times), ticks=None, idle=idle)
     ticks = assign_ticks(table, form=form) if form else choose_ticks(table, costs, idle=idle)

@@ -22,7 +22,7 @@ from shardlib.pipeline.schedules import ALL, split_backward
 from shardlib.pipeline.schedules.building_block import block_offsets, block_rows, squeeze
 from shardlib.pipeline.search import search
 from shardlib.pipeline.simulate import free_spans
-from shardlib.pipeline.table import Table
+from shardlib.pipeline.table import FORWARD, INPUT, WEIGHT, Action, Table, action
 from shardlib.pipeline.ticks import live_activations
 from shardlib.pipeline.verify import verify
 
@@ -142,6 +142,8 @@ def synthesize(
     for origin, table in _catalogue(stages, microbatches, chunks):
         pool.add(table, origin=origin)
     fitting = pool.best()
+    for placement in _placements(stages, chunks):
+        pool.add(_one_by_one(placement, microbatches), origin="one microbatch after another")
     known = fitting[0] if fitting else None
     for number in (1, 2):
         if chunks in (None, number):
@@ -182,6 +184,17 @@ def _catalogue(stages: int, microbatches: int, chunks: int | None) -> Iterator[t
         for count in range(1, MOST_CHUNKS + 1) if chunks is None else (chunks,):
             if schedule.why_not(stages=stages, chunks=count, microbatches=microbatches) is None:
                 yield schedule.name, schedule.table(stages=stages, chunks=count, microbatches=microbatches)
+
+
+def _one_by_one(placement: Placement, microbatches: int) -> Table:
+    """Every microbatch through the whole model and back before the next: slow, and no order holds less."""
+    rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
+    for microbatch in range(microbatches):
+        for stage, rank in enumerate(placement.ranks):
+            rows[rank].append(action(FORWARD, microbatch, chunk=placement.chunk(stage)))
+        for stage, rank in reversed(list(enumerate(placement.ranks))):
+            rows[rank] += [action(kind, microbatch, chunk=placement.chunk(stage)) for kind in (INPUT, WEIGHT)]
+    return Table(name=NAME, placement=placement, rows=tuple(map(tuple, rows)))
 
 
 def _families(
@@ -240,10 +253,9 @@ def _search(pool: _Pool, placement: Placement, microbatches: int) -> bool:
     actions = 3 * len(placement.ranks) * microbatches
     best = pool.best()[0]
     beat = -(-best.makespan * times.scale // best.scale)  # the makespan to beat, on this placement's grid
-    if actions > BEAM_ACTIONS:
+    width = UNBOUNDED if actions <= EXACT_ACTIONS else pool.effort // (STATE_COST * actions)
+    if actions > BEAM_ACTIONS or width < 1:
         return False
-    exact = actions <= EXACT_ACTIONS
-    width = UNBOUNDED if exact else max(4, pool.effort // (STATE_COST * actions))
     found = search(placement, times, microbatches=microbatches, limit=pool.limit(times), beat=beat, width=width)
     if found.rows is not None:
         pool.add(Table(name=NAME, placement=placement, rows=found.rows), origin="search")

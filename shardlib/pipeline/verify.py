@@ -69,22 +69,37 @@ def verify(
     if stages is not None and stages != table.num_ranks:
         fix = f"run it on {table.num_ranks} stages, or give one row per stage"
         raise ShardingError(f"schedule {table.name!r} has {table.num_ranks} rows for {stages} stages", fix=fix)
-    count = table.num_microbatches if microbatches is None else microbatches
-    failures = list(_exactly_once(table, count))
-    graph = build_graph(table)
-    if not failures:
-        failures = list(_own_order(table, graph)) or list(_deadlock(table, graph))
-    if not failures:
-        live = _activations(table)
+    graph = legal_graph(table, microbatches=microbatches)
+    live = _activations(table)
+    if max_activations is not None:
         failures = [
-            Failure(cell=(rank, position), why=f"{peak / table.num_chunks:g} activations are alive here, more than "
-                    f"max_activations={max_activations:g}")
+            Failure(cell=(rank, position), why=_too_many(peak / table.num_chunks, max_activations))
             for rank, (peak, position) in enumerate(live)
-            if max_activations is not None and peak > max_activations * table.num_chunks
-        ]  # fmt: skip
-        if not failures:
-            return Bounds(activations=tuple(peak for peak, _ in live), messages=_messages(graph, table.placement))
-    raise ShardingError(_report(table, failures), fix=_fix(table, count))
+            if peak > max_activations * table.num_chunks
+        ]
+        if failures:
+            fix = f"max_activations={max(peak for peak, _ in live) / table.num_chunks:g}, or another schedule"
+            raise ShardingError(_report(table, failures), fix=fix)
+    return Bounds(activations=tuple(peak for peak, _ in live), messages=_messages(graph, table.placement))
+
+
+def legal_graph(table: Table, *, microbatches: int | None = None) -> Graph:
+    """The graph of a table that is legal: the part of `verify` that everything else starts with.
+
+    Raises:
+        ShardingError: as `verify` does.
+    """
+    count = table.num_microbatches if microbatches is None else microbatches
+    failures, graph = list(_exactly_once(table, count)), build_graph(table)
+    if not failures and not graph.complete:
+        failures = list(_own_order(table, graph)) or list(_deadlock(table, graph))
+    if failures:
+        raise ShardingError(_report(table, failures), fix=_fix(table, count))
+    return graph
+
+
+def _too_many(live: float, limit: float) -> str:
+    return f"{live:g} activations are alive here, more than max_activations={limit:g}"
 
 
 def _exactly_once(table: Table, count: int) -> Iterator[Failure]:

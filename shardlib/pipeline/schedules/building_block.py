@@ -8,6 +8,7 @@ Source: Qi et al., Pipeline Parallelism with Controllable Memory, arXiv 2405.153
 lifespans) and section 4 (squeezing, reordering). The construction here is our own list scheduling over the block.
 """
 
+import functools
 import itertools
 from typing import Final
 
@@ -20,7 +21,11 @@ PASSES: Final = ((FORWARD, 0), (FORWARD, 1), (INPUT, 1), (INPUT, 0))
 LOOK_AHEAD: Final = 64
 
 
-def block_offsets(stages: int, *, hops: tuple[int, int, int, int]) -> list[list[int]] | None:
+Offsets = tuple[tuple[int, ...], ...]
+
+
+@functools.lru_cache(maxsize=512)
+def block_offsets(stages: int, *, hops: tuple[int, int, int, int]) -> Offsets | None:
     """Per rank the slots of the four passes of microbatch 0, so that repeating them every 6 slots never collides.
 
     Args:
@@ -30,7 +35,7 @@ def block_offsets(stages: int, *, hops: tuple[int, int, int, int]) -> list[list[
     Returns:
         The offsets with the shortest waits at the three turns; None if some rank collides whatever the waits.
     """
-    best: tuple[int, list[list[int]]] | None = None
+    best: tuple[int, Offsets] | None = None
     for waits in itertools.product(range(1, INTERVAL + 1), repeat=3):
         offsets, slot = [[0] * 4 for _ in range(stages)], 0
         for number, (hop, wait) in enumerate(zip(hops, (*waits, 0))):
@@ -40,11 +45,11 @@ def block_offsets(stages: int, *, hops: tuple[int, int, int, int]) -> list[list[
             slot += (stages - 1) * hop + wait
         if all(len({offset % INTERVAL for offset in row}) == 4 for row in offsets):
             total = sum(waits)
-            best = (total, offsets) if best is None or total < best[0] else best
+            best = (total, tuple(map(tuple, offsets))) if best is None or total < best[0] else best
     return best[1] if best else None
 
 
-def block_rows(offsets: list[list[int]], *, microbatches: int) -> list[list[Action]]:
+def block_rows(offsets: Offsets, *, microbatches: int) -> list[list[Action]]:
     """The block repeated every 6 slots; each W takes the first free slot after its I."""
     rows = []
     for row_offsets in offsets:
