@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from shardlib.jax_compat import pruned
 from shardlib.loss import ratio
 from shardlib.objective import LossFunction, Sums, folded, sums_of
+from shardlib.trainable import merge, split
 
 
 def gradients(
@@ -27,6 +28,7 @@ def gradients(
     reduce: Callable[[Sums], Sums],
     fetch: Callable[[Any], Any] = lambda params: params,
     slice_axes: tuple[str, ...] = (),
+    mask: Any = None,
 ) -> tuple[Any, Sums]:
     """Differentiates `sum(total) / sum(weight) + mean(per_microbatch)` over all parts.
 
@@ -39,50 +41,48 @@ def gradients(
         reduce: adds `Sums` over devices that hold other rows of the batch.
         fetch: parameters as held -> as used, once per microbatch (a gather).
         slice_axes: mesh axes that the slice dim is sharded over.
+        mask: a tree of bools, True for the parameters to differentiate by; None for all of them.
 
     Returns:
-        Gradients by `fetch(params)` in float32, not summed over devices, and reduced `Sums`.
+        Gradients by the masked part of `fetch(params)` in float32, not summed over devices, and reduced `Sums`.
     """
     num_microbatches, num_slices = jax.tree.leaves(pieces)[0].shape[:2]
     part = _over_slices(loss, num_slices, slice_axes)
     if num_microbatches == 1:
-        return _one(part, fetch(params), *_take(pieces, keys, 0), state=state, reduce=reduce)
+        # Forward, then the weight over all devices, then backward at the final scale.
+        piece, key = _take(pieces, keys, 0)
+        pull, sums = _forward(part, fetch(params), piece, key, state=state, mask=mask)
+        reduced = reduce(sums)
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), pull(_scales(reduced))), reduced
     weights = _summed_weights(part, fetch, params, pieces, keys)
     total = reduce(weights)
 
     def body(carry: tuple[Any, Sums], piece: Any) -> tuple[tuple[Any, Sums], None]:
         grads, sums = carry
-        used = fetch(params)
-        new, more = _pull(part, used, *piece, state=None, scales=_scales(total))
-        return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, new), sums + more), None
+        pull, more = _forward(part, fetch(params), *piece, state=None, mask=mask)
+        return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, pull(_scales(total))), sums + more), None
 
-    used = jax.eval_shape(fetch, params)
+    used = jax.eval_shape(lambda params: _parts(fetch(params), mask)[0], params)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), used)
     nothing = jax.tree.map(jnp.zeros_like, weights)
     (grads, sums), _ = jax.lax.scan(body, (zeros, nothing), (pieces, keys))
     return grads, reduce(sums)
 
 
-def _one(part: Any, params: Any, piece: Any, key: Any, *, state: Any, reduce: Any) -> tuple[Any, Sums]:
-    """A single microbatch: forward, then the weight over all devices, then backward at the final scale."""
+def _forward(part: Any, params: Any, piece: Any, key: Any, *, state: Any, mask: Any) -> tuple[Callable[..., Any], Sums]:
+    """Runs one microbatch: what takes the cotangents of (total, per_microbatch) to gradients, and its sums."""
+    chosen, rest = _parts(params, mask)
 
-    def objective(params: Any) -> tuple[tuple[Any, Any], Sums]:
-        sums = part(params, piece, key, state)
+    def objective(chosen: Any) -> tuple[tuple[Any, Any], Sums]:
+        sums = part(chosen if mask is None else merge(chosen, rest), piece, key, state)
         return (sums.total, sums.per_microbatch), sums
 
-    _, pull, sums = jax.vjp(objective, params, has_aux=True)
-    reduced = reduce(sums)
-    (grads,) = pull(_scales(reduced))
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), grads), reduced
+    _, pull, sums = jax.vjp(objective, chosen, has_aux=True)
+    return lambda scales: pull(scales)[0], sums
 
 
-def _pull(part: Any, params: Any, piece: Any, key: Any, *, state: Any, scales: Any) -> tuple[Any, Sums]:
-    def objective(params: Any) -> tuple[tuple[Any, Any], Sums]:
-        sums = part(params, piece, key, state)
-        return (sums.total, sums.per_microbatch), sums
-
-    _, pull, sums = jax.vjp(objective, params, has_aux=True)
-    return pull(scales)[0], sums
+def _parts(params: Any, mask: Any) -> tuple[Any, Any]:
+    return (params, None) if mask is None else split(params, mask)
 
 
 def _scales(total: Sums) -> tuple[jax.Array, jax.Array]:

@@ -23,6 +23,7 @@ from shardlib.objective import LossFunction, Sums
 from shardlib.slices import cut, part_keys
 from shardlib.spec_axes import axes_of, is_spec, only, without
 from shardlib.strategies import DATA_LIKE
+from shardlib.trainable import split
 from shardlib.tree_paths import leaves_with_paths
 
 
@@ -41,6 +42,7 @@ class Layout:
         gather: parameters gathered once per "step", or per "microbatch".
         compute_dtype: of the parameters inside the loss, and on the wire.
         reduce_dtype: of the gradients on the wire.
+        mask: a tree of bools, True for the parameters that have gradients; None for all. `grads` has those alone.
     """
 
     mesh: Mesh
@@ -53,6 +55,7 @@ class Layout:
     gather: str
     compute_dtype: Any
     reduce_dtype: Any
+    mask: Any = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -94,7 +97,8 @@ def explicit_gradients(loss: LossFunction, layout: Layout) -> Callable[[Any, Any
     mesh, axes = layout.mesh, layout.axes
     hoisted = layout.gather == "step"
     whole = jax.tree.map(lambda spec: without(spec, DATA_LIKE), layout.params, is_leaf=is_spec)
-    stacked = jax.tree.map(lambda spec: P(axes, *spec), whole, is_leaf=is_spec)
+    differentiated = whole if layout.mask is None else split(whole, layout.mask)[0]
+    stacked = jax.tree.map(lambda spec: P(axes, *spec), differentiated, is_leaf=is_spec)
     held = jax.tree.map(lambda spec: only(spec, axes), layout.params, is_leaf=is_spec)
 
     def core(params: Any, batch: Any, rng: Any) -> tuple[Any, Sums]:
@@ -105,7 +109,7 @@ def explicit_gradients(loss: LossFunction, layout: Layout) -> Callable[[Any, Any
         keys = part_keys(rng, first=shard * per_shard, **sizes)
         fetch = (lambda params: params) if hoisted else lambda params: _gather_nested(params, layout)
         grads, sums = gradients(
-            loss, params, pieces, keys, state=None, reduce=lambda sums: sums.summed(axes), fetch=fetch
+            loss, params, pieces, keys, state=None, reduce=lambda sums: sums.summed(axes), fetch=fetch, mask=layout.mask
         )
         return jax.tree.map(lambda leaf: leaf[None], grads), sums
 

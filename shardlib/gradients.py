@@ -33,12 +33,14 @@ class StepSpecs:
         grads: of the reduced gradients.
         batch: of the batch.
         batch_spec: the batch itself, as `ArraySpec`s.
+        mask: a tree of bools, True for the parameters to train; None for all. `grads` has those alone.
     """
 
     params: Any
     grads: Any
     batch: Any
     batch_spec: Any
+    mask: Any = None
 
 
 def gradient_function(loss: LossFunction, plan: Plan, *, mesh: Mesh, specs: StepSpecs) -> GradientFunction:
@@ -91,6 +93,7 @@ def _automatic(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num
             reduce=lambda sums: sums,
             fetch=lambda params: cast(params, jnp.dtype(plan.compute_dtype)),
             slice_axes=slice_axes,
+            mask=specs.mask,
         )
         return jax.lax.with_sharding_constraint(grads, wanted), sums
 
@@ -111,6 +114,7 @@ def _explicit(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_
         gather=plan.gather,
         compute_dtype=jnp.dtype(plan.compute_dtype),
         reduce_dtype=jnp.dtype(plan.reduce_dtype),
+        mask=specs.mask,
     )
     gradients = explicit_gradients(loss, layout)
 

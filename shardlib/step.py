@@ -17,6 +17,7 @@ from shardlib import annotate
 from shardlib.explicit import cast
 from shardlib.gradients import GradientFunction
 from shardlib.objective import LossFunction, Metrics, Sums, sums_of
+from shardlib.trainable import merge, split
 
 
 @jax.tree_util.register_dataclass
@@ -40,7 +41,7 @@ class TrainState:
 
 
 def train_step(
-    gradients: GradientFunction, optimizer: optax.GradientTransformation, *, param_shardings: Any
+    gradients: GradientFunction, optimizer: optax.GradientTransformation, *, param_shardings: Any, mask: Any = None
 ) -> Callable[[TrainState, Any], tuple[TrainState, Metrics]]:
     """One optimizer step over the whole batch: `(state, batch) -> (state, metrics)`.
 
@@ -48,13 +49,17 @@ def train_step(
         gradients: `(params, batch, rng, collections) -> (gradients, Sums)`.
         optimizer: an optax transformation.
         param_shardings: where the new parameters live; the optimizer's state may be split further (ZeRO).
+        mask: a tree of bools, True for the parameters to train; None for all.
     """
 
     def step(state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         rng = jax.random.fold_in(state.rng, state.step)
         grads, sums = gradients(state.params, batch, rng, state.collections)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = jax.lax.with_sharding_constraint(optax.apply_updates(state.params, updates), param_shardings)
+        chosen, frozen = (state.params, None) if mask is None else split(state.params, mask)
+        updates, opt_state = optimizer.update(grads, state.opt_state, chosen)
+        chosen = optax.apply_updates(chosen, updates)
+        params = chosen if mask is None else merge(chosen, frozen)
+        params = jax.lax.with_sharding_constraint(params, param_shardings)
         return TrainState(
             step=state.step + 1, params=params, opt_state=opt_state, rng=state.rng, collections=sums.state
         ), sums.metrics()

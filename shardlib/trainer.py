@@ -30,6 +30,7 @@ from shardlib.separable import NUM_ROWS, check_same, compared, first_rows
 from shardlib.slices import BATCH, batch_dims
 from shardlib.specs import resolve
 from shardlib.step import TrainState, eval_step, train_step
+from shardlib.trainable import Predicate, mask_from, split
 from shardlib.tree_paths import leaves_with_paths
 
 
@@ -40,6 +41,8 @@ class Trainer:
         bound: the model under its plan.
         optimizer: an optax transformation.
         mesh: the mesh to run on; by default `make_mesh(plan.mesh)`. Explicit axes are rebuilt as Auto ones.
+        trainable: `(path, logical axes) -> bool`, which parameters are trained; the rest has no gradient and no
+            optimizer state and stays bit-equal. None trains all.
         check_separable: where the plan cuts the batch, compare the loss of a few rows with that of their halves before
             the first step; off for a loss known to be a sum over rows.
 
@@ -53,21 +56,23 @@ class Trainer:
         optimizer: optax.GradientTransformation,
         *,
         mesh: Mesh | None = None,
+        trainable: Predicate | None = None,
         check_separable: bool = True,
     ):
         self.bound = bound
         self.optimizer = optimizer
         self.mesh = _auto_mesh(bound, mesh)
-        state_like, _ = bound.state_specs()
+        self._mask = None if trainable is None else mask_from(trainable, bound.params)
+        state_like = self._trained(bound.state_specs()[0])
         specs = TrainState(
             step=P(),
             params=bound.params.specs,
-            opt_state=optimizer_specs(optimizer, bound.abstract_params, state_like),
+            opt_state=optimizer_specs(optimizer, self._trained(bound.abstract_params), state_like),
             rng=P(),
             collections=None if bound.collections is None else bound.collections.specs,
         )
         self._specs = StepSpecs(
-            params=specs.params, grads=state_like, batch=bound.batch.specs, batch_spec=bound.batch_spec
+            params=specs.params, grads=state_like, batch=bound.batch.specs, batch_spec=bound.batch_spec, mask=self._mask
         )
         self.state_shardings: TrainState = shardings(specs, self.mesh)
         self.batch_shardings = shardings(bound.batch.specs, self.mesh)
@@ -84,7 +89,7 @@ class Trainer:
         state = TrainState(
             step=jax.ShapeDtypeStruct((), np.int32),
             params=params,
-            opt_state=abstract_state(self.optimizer, params),
+            opt_state=abstract_state(self.optimizer, self._trained(params)),
             rng=jax.eval_shape(lambda: jax.random.key(0)),
             collections=self.bound.abstract_collections,
         )
@@ -95,7 +100,7 @@ class Trainer:
         """The compiled train step (`jax.stages.Compiled`), compiled on first use and never again."""
         if self._train is None:
             gradients = gradient_function(self._loss, self.bound.plan, mesh=self.mesh, specs=self._specs)
-            step = train_step(gradients, self.optimizer, param_shardings=self.state_shardings.params)
+            step = train_step(gradients, self.optimizer, param_shardings=self.state_shardings.params, mask=self._mask)
             replicated = NamedSharding(self.mesh, P())
             jitted = jax.jit(
                 step,
@@ -125,7 +130,7 @@ class Trainer:
             return TrainState(
                 step=jax.numpy.zeros((), np.int32),
                 params=params,
-                opt_state=self.optimizer.init(params),
+                opt_state=self.optimizer.init(self._trained(params)),
                 rng=run_key,
                 collections=collections,
             )
@@ -154,6 +159,10 @@ class Trainer:
         state, metrics = self.compiled(state, self._placed_batch(batch, self.bound.batch_spec, self.batch_shardings))
         self._last_state = state
         return state, metrics
+
+    def _trained(self, tree: Any) -> Any:
+        """The trained part of a tree of the parameters' structure."""
+        return tree if self._mask is None else split(tree, self._mask)[0]
 
     def _check_separable(self, params: Any, batch: Any) -> None:
         """Once, before the first step of a plan that cuts the batch."""
