@@ -19,6 +19,7 @@ from shardlib.explicit import Layout, cast, data_like, explicit_gradients
 from shardlib.objective import LossFunction, Sums
 from shardlib.place import active, shardings
 from shardlib.plan import Plan
+from shardlib.remat import parse_policy, with_policy
 from shardlib.slices import batch_dims, check_divides, cut, part_keys
 
 GradientFunction = Callable[[Any, Any, Any, Any], tuple[Any, Sums]]
@@ -51,6 +52,8 @@ def gradient_function(loss: LossFunction, plan: Plan, *, mesh: Mesh, specs: Step
     """
     lowering, _ = plan.chosen_lowering
     num_slices = slices_per_microbatch(plan, mesh=mesh, specs=specs)
+    if plan.remat is not None:
+        loss = with_policy(loss, parse_policy(plan.remat))
     build = _explicit if lowering == "explicit" else _automatic
     return build(loss, plan, mesh, specs, num_slices)
 
@@ -79,7 +82,7 @@ def slices_per_microbatch(plan: Plan, *, mesh: Mesh, specs: StepSpecs) -> int:
 
 def _automatic(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> GradientFunction:
     slice_axes = data_like(mesh) if num_slices > 1 else ()
-    loss = annotate.under(active(plan.rules, mesh, hidden=slice_axes), loss)
+    loss = annotate.under(active(plan.rules, mesh, hidden=slice_axes, sum_dtype=plan.tensor_reduce_dtype), loss)
     dims, wanted = batch_dims(specs.batch_spec), shardings(specs.grads, mesh)
     sizes = {"num_microbatches": plan.num_microbatches, "num_slices": num_slices}
 
@@ -102,7 +105,8 @@ def _automatic(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num
 
 def _explicit(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> GradientFunction:
     manual = data_like(mesh)
-    loss = annotate.under(active(plan.rules, mesh, hidden=manual, manual=bool(manual)), loss)
+    in_force = active(plan.rules, mesh, hidden=manual, manual=bool(manual), sum_dtype=plan.tensor_reduce_dtype)
+    loss = annotate.under(in_force, loss)
     layout = Layout(
         mesh=mesh,
         params=specs.params,

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal, get_args
 
 from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import INFERRED, MeshShape
+from shardlib.remat import parse_policy
 from shardlib.rules import Rule, Rules
 from shardlib.strategies import DATA_LIKE, default_rules
 
@@ -37,6 +38,8 @@ class Plan:
             the layout makes anyway, which is fast and makes dropout depend on the layout.
         compute_dtype: of parameters inside the loss; the stored parameters are float32.
         reduce_dtype: of gradients on the wire; explicit lowering only, when it differs from the compiler's choice.
+        tensor_reduce_dtype: of sums over a tensor axis, forward and backward, in products that the model makes by
+            `annotate.dot_general`. None: that of the products.
         remat: what a layer keeps for its backward pass: "full", "none", "dots", "names:...", "offload:..."; None
             leaves it to the model.
 
@@ -53,6 +56,7 @@ class Plan:
     random_slices: int | None = None
     compute_dtype: Dtype = "float32"
     reduce_dtype: Dtype = "float32"
+    tensor_reduce_dtype: Dtype | None = None
     remat: str | None = None
 
     def __post_init__(self):
@@ -64,6 +68,8 @@ class Plan:
                 fix='use Rules.parse(["batch -> data", ...])',
             )
         raise_collected([*self._value_problems(), *self._combination_problems()], heading="the plan cannot be:")
+        if self.remat is not None:
+            parse_policy(self.remat)
 
     def _value_problems(self) -> list[str]:
         problems = []
@@ -93,6 +99,11 @@ class Plan:
             )
         if self.lowering == "automatic" and self.gather != "step":
             problems.append("gather is a choice of the explicit lowering; fix: lowering=explicit, or leave gather out")
+        if (self.tensor_reduce_dtype, self.compute_dtype) == ("bfloat16", "float32"):
+            problems.append(
+                "tensor_reduce_dtype=bfloat16 with compute_dtype=float32: the compiler adds partial products in their "
+                "own dtype or a wider one; fix: compute_dtype=bfloat16, or leave tensor_reduce_dtype out"
+            )
         return problems
 
     @property
@@ -131,6 +142,11 @@ class Plan:
             lines.append(f"zero={self.zero}: optimizer state{also} sharded over data={self.mesh.size(DATA)}")
         if self.zero == 3:
             lines.append("zero=3 is fsdp on the data axis: parameters are sharded along embed over data too")
+        if self.mesh.size("tensor") > 1 or self.tensor_reduce_dtype is not None:
+            why = "" if self.tensor_reduce_dtype else ", the dtype of the products"
+            lines.append(
+                f"partial products are added over tensor as {self.tensor_reduce_dtype or self.compute_dtype}{why}"
+            )
         if self.remat is not None:
             lines.append(f"remat: {self.remat}")
         return tuple(lines)
@@ -193,4 +209,5 @@ _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "gather": get_args(Gather),
     "compute_dtype": get_args(Dtype),
     "reduce_dtype": get_args(Dtype),
+    "tensor_reduce_dtype": (None, *get_args(Dtype)),
 }
