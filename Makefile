@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(BIN)/shardlib train models.gpt:small --mesh data=2,fsdp=2,tensor=2 --devices cpu --steps 40 --oracle
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not exhaustive" --ignore tests/docs
 
 # The exhaustive tier; a shard of it with SHARD=1/4, resumable because every shard is independent.
 SHARD ?= 1/1
