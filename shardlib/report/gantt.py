@@ -40,7 +40,7 @@ def gantt(simulation: Simulation, *, title: str | None = None, width: int = WIDT
     height = curve_top + CURVE + 40
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
-        f"viewBox='0 0 {width} {height}' role='img'>",
+        f"viewBox='0 0 {width} {height}' role='img' {FONT}>",
         f"<title>{escape(title or _title(simulation))}</title>",
         "<defs><pattern id='idle' width='6' height='6' patternUnits='userSpaceOnUse' patternTransform='rotate(45)'>"
         "<rect width='6' height='6' fill='#F4F4F4'/><line x1='0' y1='0' x2='0' y2='6' stroke='#CFCFCF' "
@@ -195,10 +195,10 @@ def _round_step(target: float) -> float:
 def _text(
     x: float, y: float, text: str, *, size: float, anchor: str = "start", color: str = "#111111", weight: str = "normal"
 ) -> str:
-    return (
-        f"<text x='{_number(x)}' y='{_number(y)}' font-size='{_number(size)}' text-anchor='{anchor}' fill='{color}' "
-        f"font-weight='{weight}' {FONT}>{escape(text)}</text>"
-    )
+    attributes = f"x='{_number(x)}' y='{_number(y)}' font-size='{_number(size)}' fill='{color}'"
+    attributes += f" text-anchor='{anchor}'" if anchor != "start" else ""
+    attributes += f" font-weight='{weight}'" if weight != "normal" else ""
+    return f"<text {attributes}>{escape(text)}</text>"
 
 
 def _number(value: float) -> str:

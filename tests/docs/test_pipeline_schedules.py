@@ -1,4 +1,7 @@
-"""The tutorial on schedules: its pictures are what the code draws, its console blocks what the command prints."""
+"""The tutorial on schedules: its pictures are what the code draws, its console blocks what the command prints.
+
+Its python blocks run in test_examples.py, like those of every page.
+"""
 
 import importlib.util
 import re
@@ -40,17 +43,3 @@ BLOCKS = re.findall(r"```console\n\$ shardlib (.+)\n((?:.*\n)*?)```", TUTORIAL)
 def test_console_blocks_show_what_is_printed(command, output):
     result = CliRunner().invoke(app, shlex.split(command), env={"COLUMNS": "80"})
     assert result.exit_code == 0 and result.stdout == output
-
-
-def test_the_error_shown_is_the_error_printed(capsys):
-    code, shown = re.search(r"```python\n((?:.*\n)*?)```\n\n```text\n((?:.*\n)*?)```", TUTORIAL[TUTORIAL.index("## 10") :]).groups()  # type: ignore[union-attr]  # fmt: skip  # noqa: E501
-    exec(code, {})
-    assert capsys.readouterr().out == shown
-
-
-CODE = re.findall(r"```python\n((?:.*\n)*?)```", TUTORIAL)
-
-
-@pytest.mark.parametrize("code", CODE, ids=range(len(CODE)))
-def test_python_blocks_run(code):
-    exec(code, {})
