@@ -97,7 +97,8 @@ def of_trainable(loss: Callable[..., Any], frozen: Any) -> Callable[..., Any]:
 def freeze(optimizer: optax.GradientTransformation, mask: Any) -> optax.GradientTransformationExtraArgs:
     """The optimizer where the mask holds; everything else stays bit-equal, and has no state.
 
-    `optax.masked` alone would add the raw gradient to the rest. Gradients are still computed: `split` avoids them.
+    `optax.masked` alone would add the raw gradient to the rest. Gradients are still computed, and a device that
+    flushes denormal numbers flushes those of the rest: `split` avoids both.
 
     Args:
         optimizer: for what is trained.
