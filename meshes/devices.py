@@ -5,7 +5,7 @@ In: how many are needed and of which kind. Out: JAX devices, or an error that sa
     find(8, kind="cpu")    # eight emulated CPU devices in this process
 """
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -14,7 +14,7 @@ from meshes.errors import ShardingError, nearest
 Kind = Literal["auto", "real", "cpu"]
 
 
-def find(num_devices: int | None, *, kind: str = "auto") -> list[jax.Device]:
+def find(num_devices: int | None, *, kind: str = "auto") -> list[Any]:
     """Returns the first `num_devices` devices of the kind, starting the JAX backend if it is not up.
 
     Args:
@@ -48,7 +48,7 @@ def find(num_devices: int | None, *, kind: str = "auto") -> list[jax.Device]:
 def _request_cpu_devices(num_devices: int) -> bool:
     """Asks for at least so many CPU devices; False when the backend is up already and the number is fixed."""
     try:
-        jax.config.update("jax_num_cpu_devices", max(num_devices, jax.config.jax_num_cpu_devices))
+        jax.config.update("jax_num_cpu_devices", max(num_devices, jax.config.values["jax_num_cpu_devices"]))
     except RuntimeError:
         return False
     return True

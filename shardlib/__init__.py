@@ -29,7 +29,8 @@ _HOME = {
     "shardings": "shardlib.place",
     "with_rules": "shardlib.place",
 }
-__all__ = ["__version__", *sorted(_HOME)]
+__all__ = ["__version__"]
+__all__ += sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

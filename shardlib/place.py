@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,6 +20,7 @@ from meshes.shape import MeshShape
 from shardlib import annotate
 from shardlib.decide import Decision, Names, decide, spec_of
 from shardlib.ops.attention import sharded_heads_attention
+from shardlib.ops.products import products_summed_in
 from shardlib.rules import Rules
 from shardlib.specs import mesh_shape
 from shardlib.tree_paths import leaves_with_paths
@@ -52,6 +54,7 @@ def active(
     record: Record | None = None,
     hidden: tuple[str, ...] = (),
     manual: bool = False,
+    sum_dtype: str | None = None,
 ) -> annotate.Active:
     """The value that puts rules in force in a trace.
 
@@ -62,6 +65,7 @@ def active(
         hidden: mesh axes that constraints leave alone, because something outside already divides by them: a manual
             region, or a `vmap` over slices of the batch.
         manual: the trace is inside a region manual over the hidden axes.
+        sum_dtype: of the sums in the model's matrix products, by name; None leaves them to the products' dtype.
     """
     shape = mesh_shape(mesh)
     visible = MeshShape(axes=tuple((axis, 1 if axis in hidden else size) for axis, size in shape.axes))
@@ -88,7 +92,10 @@ def active(
         return tuple(name if name and rules.for_name(name) else None for name in names)
 
     attention = sharded_heads_attention(shards_of_heads, lambda x, names: constrain(x, known(names)))
-    return annotate.Active(constrain=constrain, ops={"attention": attention})
+    ops: dict[str, Any] = {"attention": attention}
+    if sum_dtype is not None:
+        ops["dot_general"] = products_summed_in(sum_dtype)
+    return annotate.Active(constrain=constrain, ops=ops)
 
 
 def decide_activation(
@@ -140,7 +147,7 @@ def _own_buffer(leaf: jax.Array, seen: set[int]) -> jax.Array:
 
 def _raw(leaf: jax.Array) -> jax.Array:
     """The array that holds the bits: typed PRNG keys wrap one."""
-    return jax.random.key_data(leaf) if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+    return jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
 
 
 def structure_error(tree: Any, wanted: Any) -> ShardingError:

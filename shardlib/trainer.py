@@ -118,7 +118,7 @@ class Trainer:
             key: typed PRNG key (`jax.random.key`) for the initial values and, folded, for the run.
         """
         wanted = self.abstract_state.rng.dtype
-        if getattr(key, "dtype", None) != wanted or key.shape != ():
+        if not _is_like(key, jax.ShapeDtypeStruct((), wanted)):
             raise ShardingError(
                 f"the key to initialise from is {_described(key)}, not one typed key {wanted}",
                 fix="use jax.random.key(0)",
@@ -176,7 +176,8 @@ class Trainer:
         ):
             return
         rows = first_rows(batch, dims)
-        compare = compared(self._loss, dims, active=active(rules, self.mesh), compute_dtype=plan.compute_dtype)
+        in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype)
+        compare = compared(self._loss, dims, active=in_force, compute_dtype=plan.compute_dtype)
         replicated = NamedSharding(self.mesh, P())
         with jax.set_mesh(self.mesh):
             together, apart = jax.jit(compare, out_shardings=replicated)(params, jax.device_put(rows, replicated))
@@ -203,14 +204,15 @@ class Trainer:
             _check_fits(params, self.abstract_state.params)
             params, collections = jax.device_put((params, collections), (wanted.params, wanted.collections))
         total: Sums | None = None
-        for batch in all_batches:
-            spec = self._spec_for(batch)
-            executable, placed = self._evaluator(spec)
-            sums = executable(params, self._placed_batch(batch, spec, placed), collections)
-            total = sums if total is None else total + sums
-        if total is None:
-            raise ShardingError("there is no batch to evaluate", fix="give at least one")
-        return total.metrics()
+        with jax.set_mesh(self.mesh):
+            for batch in all_batches:
+                spec = self._spec_for(batch)
+                executable, placed = self._evaluator(spec)
+                sums = executable(params, self._placed_batch(batch, spec, placed), collections)
+                total = sums if total is None else total + sums
+            if total is None:
+                raise ShardingError("there is no batch to evaluate", fix="give at least one")
+            return total.metrics()
 
     def _evaluator(self, spec: Any) -> tuple[Any, Any]:
         """The executable and the batch's shardings for batches of this size."""
@@ -219,7 +221,9 @@ class Trainer:
             rules = _whole_when_indivisible(self.bound.plan.rules)
             wanted = self.state_shardings
             placed = shardings(resolve(spec, rules, self.mesh).specs, self.mesh)
-            step = eval_step(self._loss, active=active(rules, self.mesh), compute_dtype=self.bound.plan.compute_dtype)
+            plan = self.bound.plan
+            in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype)
+            step = eval_step(self._loss, active=in_force, compute_dtype=plan.compute_dtype)
             jitted = jax.jit(
                 step,
                 in_shardings=(wanted.params, placed, wanted.collections),
@@ -297,10 +301,15 @@ def _check_fits(tree: Any, wanted: Any) -> None:
         [
             f"{path}: {_described(leaf)}, and the plan was bound for {_described(want)}"
             for (path, leaf), want in pairs
-            if np.shape(leaf) != want.shape or _canonical(leaf) != want.dtype
+            if not _is_like(leaf, want)
         ],
         heading="the state does not fit the model; fix: bind the model this state is of:",
     )
+
+
+def _is_like(leaf: Any, wanted: Any) -> bool:
+    # As text: NumPy raises when one of its dtypes is compared with the dtype of typed keys.
+    return np.shape(leaf) == wanted.shape and str(_canonical(leaf)) == str(wanted.dtype)
 
 
 def _described(leaf: Any) -> str:
@@ -309,4 +318,4 @@ def _described(leaf: Any) -> str:
 
 def _canonical(leaf: Any) -> Any:
     dtype = leaf.dtype if hasattr(leaf, "dtype") else np.result_type(leaf)
-    return dtype if jax.dtypes.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)
+    return dtype if jax.numpy.issubdtype(dtype, jax.dtypes.extended) else jax.dtypes.canonicalize_dtype(dtype)

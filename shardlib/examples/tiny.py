@@ -36,7 +36,7 @@ def tiny():
     module = Tiny()
 
     def loss(params, batch, rng):
-        logits = module.apply({"params": params}, batch["inputs"])
+        logits = jnp.asarray(module.apply({"params": params}, batch["inputs"]))
         hit = jax.nn.one_hot(batch["targets"], VOCAB, dtype=bool)
         nll = jax.nn.logsumexp(logits, axis=-1) - jnp.where(hit, logits, 0.0).sum(-1)
         return Loss(total=nll.sum(), weight=float(nll.size))
