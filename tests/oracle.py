@@ -56,9 +56,9 @@ def record_gradients() -> optax.GradientTransformation:
 
 
 OPTIMIZERS = {
-    "sgd": optax.chain(record_gradients(), optax.sgd(0.5, momentum=0.9)),
+    "sgd": optax.chain(record_gradients(), optax.sgd(0.1, momentum=0.9)),
     # With the default eps Adam amplifies the rounding of gradients that are zero in mathematics.
-    "adam": optax.chain(record_gradients(), optax.adam(1e-2, eps=1e-3)),
+    "adam": optax.chain(record_gradients(), optax.adam(1e-3, eps=1e-3)),
 }
 
 

@@ -46,7 +46,7 @@ def test_div_02_batch_smaller_than_the_mesh():
 def test_div_03_odd_device_count():
     model, loss, _ = small_model()
     spec = {"x": array(6, 64, axes=("batch", "embed"))}
-    with pytest.raises(ShardingError, match="up/kernel .* dim 0 'embed': size 64 not divisible by fsdp=6"):
+    with pytest.raises(ShardingError, match=r"up/kernel .* dim 0 'embed': size 64 not divisible by fsdp=6"):
         sl.bind(model, loss, sl.Plan(mesh="fsdp=6"), spec)
     rules = default_rules().with_first(Rules.parse(["embed -> fsdp; indivisible=replicate"]))
     batch = {"x": np.random.default_rng(0).normal(size=(6, 64)).astype(np.float32)}
@@ -96,9 +96,7 @@ def test_div_08_last_batch_of_an_evaluation():
         for rows in (slice(0, 8), slice(8, 10)):
             num_pad = 8 - (min(rows.stop, 10) - rows.start)
             pad = lambda values: np.concatenate([values[rows], np.zeros(num_pad, values.dtype)])  # noqa: B023, E731
-            metrics.append(
-                trainer.evaluate(state, {"x": pad(x), "y": pad(y), "real": pad(np.ones(10, np.float32))})
-            )
+            metrics.append(trainer.evaluate(state, {"x": pad(x), "y": pad(y), "real": pad(np.ones(10, np.float32))}))
         weights = np.array([metric["weight"] for metric in metrics])
         assert weights.tolist() == [8, 2]
         found[mesh] = [float((weights * [m[name] for m in metrics]).sum() / 10) for name in ("accuracy", "loss")]
@@ -117,7 +115,9 @@ def test_div_09_batches_of_any_size(rows):
             trainer.step(trainer.init(jax.random.key(0)), {"x": np.ones((3, 64), np.float32)})
         assert "'x' has shape [3, 64], and the plan was bound for [4, 64]" in str(caught.value)
     else:
-        with pytest.raises(ShardingError, match=rf"x \[{rows}, 64\] dim 0 'batch': size {rows} not divisible by data=4"):
+        with pytest.raises(
+            ShardingError, match=rf"x \[{rows}, 64\] dim 0 'batch': size {rows} not divisible by data=4"
+        ):
             bind()
 
 

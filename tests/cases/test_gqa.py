@@ -131,7 +131,7 @@ def test_gqa_03_each_shard_holds_the_head_of_its_queries():
 
 
 def test_gqa_05_gradients_of_a_shared_head():
-    found, executable = compiled(4, 1, "tensor=4", grad=True)
+    _, executable = compiled(4, 1, "tensor=4", grad=True)
     params, x = weights(4, 1), inputs()
     wanted = jax.grad(lambda params: (attend(params, x) ** 2).sum())(params)
     grads = executable(params, x)

@@ -74,7 +74,7 @@ def test_rul_04_no_mesh_and_no_rules():
     flax_init = nnx.with_partitioning(nnx.initializers.ones, ("embed",))
     spec = {"x": array(8, 12, axes=("batch", "embed"))}
     loss = lambda params, batch, rng: jnp.float32(0)  # noqa: E731
-    with pytest.raises(ShardingError, match="cannot be built without a mesh.*\n.*annotate.nnx_logical"):
+    with pytest.raises(ShardingError, match=r"cannot be built without a mesh.*\n.*annotate.nnx_logical"):
         sl.bind(lambda rngs: Vector(flax_init), loss, sl.Plan(mesh="data=4"), spec)
 
 
@@ -100,9 +100,9 @@ def test_rul_07_typo_or_missing_rule():
     assert "typo [256, 256] dim 1: no rule names the logical axis 'mlp'" in text
     assert "fine [256, 256] dim 1: no rule names the logical axis 'mlp'" in text
     lenient = resolve(tree, Rules.parse([*map(str, rules.rules), "mlp -> none"], unknown="replicate"), "data=4,model=2")
-    assert lenient.notices == (
-        "typo [256, 256] dim 0 'embd': unknown logical axis, replicated by unknown=replicate (262,144 bytes on each device)",
-    )
+    (notice,) = lenient.notices
+    assert notice.startswith("typo [256, 256] dim 0 'embd': unknown logical axis, replicated by unknown=replicate")
+    assert "(262,144 bytes on each device)" in notice
 
 
 @pytest.mark.newest

