@@ -13,7 +13,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from models import language
@@ -37,7 +36,8 @@ class Config:
         tied: the head is the transposed embedding.
         bias: biases in projections and norms. Keys have none: softmax ignores it, so that its gradient is zero.
         remat: recompute each layer in the backward pass.
-        dtype: of the computation; parameters are float32.
+        dtype: of the computation; None follows the parameters, so that a plan's compute_dtype decides. Statistics of
+            norms, softmax and the loss are float32 either way.
     """
 
     layers: int
@@ -50,7 +50,7 @@ class Config:
     tied: bool = False
     bias: bool = True
     remat: bool = False
-    dtype: Any = jnp.float32
+    dtype: Any = None
 
     def __post_init__(self):
         if self.embed % self.heads:
@@ -91,6 +91,7 @@ class Attention(nn.Module):
             dtype=c.dtype,
             kernel_init=annotate.logical(MATRIX, "heads", "head_dim", "embed"),
             bias_init=annotate.logical(ZEROS, "embed"),
+            dot_general=annotate.dot_general,
             name="out",
         )(x)
 
@@ -102,6 +103,7 @@ class Attention(nn.Module):
             dtype=self.config.dtype,
             kernel_init=annotate.logical(MATRIX, "embed", heads, "head_dim"),
             bias_init=annotate.logical(ZEROS, heads, "head_dim"),
+            dot_general=annotate.dot_general,
             name=name,
         )
 
@@ -115,7 +117,7 @@ class MLP(nn.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, length, embed] to the same."""
         c = self.config
-        dense = functools.partial(nn.Dense, use_bias=c.bias, dtype=c.dtype)
+        dense = functools.partial(nn.Dense, use_bias=c.bias, dtype=c.dtype, dot_general=annotate.dot_general)
         up = annotate.logical(MATRIX, "embed", "mlp")
         down = annotate.logical(MATRIX, "mlp", "embed")
         x = dense(c.mlp, kernel_init=up, bias_init=annotate.logical(ZEROS, "mlp"), name="up")(x)
@@ -155,7 +157,8 @@ class GPT(nn.Module):
         table = annotate.logical(TABLE, "vocab", "embed")
         embed = nn.Embed(c.vocab, c.embed, dtype=c.dtype, embedding_init=table, name="embed")
         positions = self.param("positions", annotate.logical(TABLE, "position", "embed"), (c.length, c.embed))
-        x = embed(inputs) + positions[None, : inputs.shape[1]].astype(c.dtype)
+        x = embed(inputs)
+        x = x + positions[None, : inputs.shape[1]].astype(x.dtype)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(annotate.constrain(x, "batch", "length", "embed"))
         stack = nn.scan(
             nn.remat(Block, prevent_cse=False) if c.remat else Block,
@@ -167,9 +170,10 @@ class GPT(nn.Module):
         x, _ = stack(c, deterministic, name="layers")(x, None)
         x = norm(c, "norm")(x)
         if c.tied:
-            return embed.attend(x)
+            return language.attend(x, embed.embedding, dtype=c.dtype)
         head = annotate.logical(TABLE, "embed", "vocab")
-        return nn.Dense(c.vocab, use_bias=False, dtype=c.dtype, kernel_init=head, name="head")(x)
+        dense = functools.partial(nn.Dense, use_bias=False, dtype=c.dtype, dot_general=annotate.dot_general)
+        return dense(c.vocab, kernel_init=head, name="head")(x)
 
 
 def norm(config: Config, name: str) -> nn.LayerNorm:

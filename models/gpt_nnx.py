@@ -36,6 +36,7 @@ class Attention(nnx.Module):
             dtype=c.dtype,
             kernel_init=annotate.nnx_logical(MATRIX, "heads", "head_dim", "embed"),
             bias_init=annotate.nnx_logical(ZEROS, "embed"),
+            dot_general=annotate.dot_general,
             rngs=rngs,
         )
 
@@ -57,6 +58,7 @@ def project(config: Config, heads: str, *, use_bias: bool, rngs: nnx.Rngs) -> nn
         dtype=config.dtype,
         kernel_init=annotate.nnx_logical(MATRIX, "embed", heads, "head_dim"),
         bias_init=annotate.nnx_logical(ZEROS, heads, "head_dim"),
+        dot_general=annotate.dot_general,
         rngs=rngs,
     )
 
@@ -66,7 +68,8 @@ class MLP(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
-        linear = functools.partial(nnx.Linear, use_bias=c.bias, dtype=c.dtype, rngs=rngs)
+        options: Any = {"dtype": c.dtype, "dot_general": annotate.dot_general, "rngs": rngs}
+        linear = functools.partial(nnx.Linear, use_bias=c.bias, **options)
         up, down = annotate.nnx_logical(MATRIX, "embed", "mlp"), annotate.nnx_logical(MATRIX, "mlp", "embed")
         self.up = linear(c.embed, c.mlp, kernel_init=up, bias_init=annotate.nnx_logical(ZEROS, "mlp"))
         self.down = linear(c.mlp, c.embed, kernel_init=down, bias_init=annotate.nnx_logical(ZEROS, "embed"))
@@ -128,20 +131,22 @@ class GPT(nnx.Module):
         self.norm = norm(c, rngs=rngs)
         if not c.tied:
             head = annotate.nnx_logical(TABLE, "embed", "vocab")
-            self.head = nnx.Linear(c.embed, c.vocab, use_bias=False, dtype=c.dtype, kernel_init=head, rngs=rngs)
+            options: Any = {"dtype": c.dtype, "dot_general": annotate.dot_general, "rngs": rngs}
+            self.head = nnx.Linear(c.embed, c.vocab, use_bias=False, kernel_init=head, **options)
 
     def __call__(self, inputs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Token ids [batch, length] to logits [batch, length, vocab]; without a key there is no dropout."""
         c = self.config
         c.check_length(inputs.shape[1])
         first, rest = (None, None) if key is None or c.dropout == 0 else jax.random.split(key)
-        x = self.embed(inputs) + self.positions[None, : inputs.shape[1]].astype(c.dtype)
+        x = self.embed(inputs)
+        x = x + self.positions[None, : inputs.shape[1]].astype(x.dtype)
         x = annotate.constrain(x, "batch", "length", "embed")
         x = self.dropout(x, deterministic=first is None, rngs=first)
         keys = None if rest is None else jax.random.split(rest, c.layers)
         x = language.scan(Block.__call__, self.layers, x, per_layer=keys, remat=c.remat)
         x = self.norm(x)
-        return self.embed.attend(x) if c.tied else self.head(x)
+        return language.attend(x, self.embed.embedding[...], dtype=c.dtype) if c.tied else self.head(x)
 
 
 def build(config: Config, *, batch: int = 16) -> language.Example:

@@ -58,6 +58,17 @@ def token_loss(logits: jax.Array, batch: Mapping[str, Any]) -> Loss:
     return Loss(total=(nll * weights).sum(), weight=weight, aux={"accuracy": Mean((hits * weights).sum(), weight)})
 
 
+def attend(x: jax.Array, table: jax.Array, *, dtype: Any = None) -> jax.Array:
+    """Logits of a tied head: products of x [batch, length, embed] with the rows of table [vocab, embed].
+
+    Args:
+        dtype: of the computation; None follows the arguments.
+    """
+    dtype = dtype or jnp.result_type(x, table)
+    dims = (((x.ndim - 1,), (1,)), ((), ()))
+    return annotate.dot_general(x.astype(dtype), table.astype(dtype), dims)
+
+
 def stack(block: Callable[..., nnx.Module], *, count: int, rngs: nnx.Rngs) -> Any:
     """`count` equal layers in one NNX module: every parameter gains a leading dim named "layers".
 

@@ -33,7 +33,8 @@ class Config:
         rope_theta: base of the rotary wavelengths.
         tied: the head is the transposed embedding.
         remat: recompute each layer in the backward pass.
-        dtype: of the computation; parameters are float32.
+        dtype: of the computation; None follows the parameters, so that a plan's compute_dtype decides. Statistics of
+            norms, softmax and the loss are float32 either way.
     """
 
     layers: int
@@ -46,7 +47,7 @@ class Config:
     rope_theta: float = 500_000.0
     tied: bool = False
     remat: bool = False
-    dtype: Any = jnp.float32
+    dtype: Any = None
 
     def __post_init__(self):
         if self.embed % self.heads or self.head_dim % 2:
@@ -93,7 +94,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
-        project = functools.partial(nnx.LinearGeneral, c.embed, use_bias=False, dtype=c.dtype, rngs=rngs)
+        options: Any = {"dtype": c.dtype, "dot_general": annotate.dot_general, "rngs": rngs}
+        project = functools.partial(nnx.LinearGeneral, c.embed, use_bias=False, **options)
         kv_init = annotate.nnx_logical(MATRIX, "embed", "kv_heads", "head_dim")
         query_init = annotate.nnx_logical(MATRIX, "embed", "heads", "head_dim")
         self.query = project((c.heads, c.head_dim), kernel_init=query_init)
@@ -104,9 +106,8 @@ class Attention(nnx.Module):
             c.embed,
             axis=(-2, -1),
             use_bias=False,
-            dtype=c.dtype,
             kernel_init=annotate.nnx_logical(MATRIX, "heads", "head_dim", "embed"),
-            rngs=rngs,
+            **options,
         )
 
     def __call__(self, x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -123,7 +124,8 @@ class MLP(nnx.Module):
 
     def __init__(self, config: Config, *, rngs: nnx.Rngs):
         c = config
-        linear = functools.partial(nnx.Linear, use_bias=False, dtype=c.dtype, rngs=rngs)
+        options: Any = {"dtype": c.dtype, "dot_general": annotate.dot_general, "rngs": rngs}
+        linear = functools.partial(nnx.Linear, use_bias=False, **options)
         widen = annotate.nnx_logical(MATRIX, "embed", "mlp")
         self.gate = linear(c.embed, c.mlp, kernel_init=widen)
         self.up = linear(c.embed, c.mlp, kernel_init=widen)
@@ -164,7 +166,8 @@ class Llama(nnx.Module):
         self.norm = norm(c, rngs=rngs)
         if not c.tied:
             head = annotate.nnx_logical(TABLE, "embed", "vocab")
-            self.head = nnx.Linear(c.embed, c.vocab, use_bias=False, dtype=c.dtype, kernel_init=head, rngs=rngs)
+            options: Any = {"dtype": c.dtype, "dot_general": annotate.dot_general, "rngs": rngs}
+            self.head = nnx.Linear(c.embed, c.vocab, use_bias=False, kernel_init=head, **options)
 
     def __call__(self, inputs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Token ids [batch, length] to logits [batch, length, vocab]; nothing draws from the key."""
@@ -173,7 +176,7 @@ class Llama(nnx.Module):
         x = annotate.constrain(self.embed(inputs), "batch", "length", "embed")
         x = language.scan(lambda block, x, _: block(x, table), self.layers, x, remat=c.remat)
         x = self.norm(x)
-        return self.embed.attend(x) if c.tied else self.head(x)
+        return language.attend(x, self.embed.embedding[...], dtype=c.dtype) if c.tied else self.head(x)
 
 
 def norm(config: Config, *, rngs: nnx.Rngs) -> nnx.RMSNorm:

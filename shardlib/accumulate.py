@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.jax_compat import pruned
-from shardlib.loss import ratio
+from shardlib.loss import weighted
 from shardlib.objective import LossFunction, Sums, folded, sums_of
 from shardlib.trainable import merge, split
 
@@ -86,8 +86,8 @@ def _parts(params: Any, mask: Any) -> tuple[Any, Any]:
 
 
 def _scales(total: Sums) -> tuple[jax.Array, jax.Array]:
-    """Cotangents of (total, per_microbatch): 1 / weight, zero where nothing is weighted, and 1 / parts."""
-    return ratio(1.0, total.weight), 1.0 / total.parts
+    """Cotangents of (total, per_microbatch): 1 / weight, or 1 for a sum, zero where nothing is weighted; 1 / parts."""
+    return weighted(1.0, total.weight), 1.0 / total.parts
 
 
 def _summed_weights(part: Any, fetch: Any, params: Any, pieces: Any, keys: Any) -> Sums:
@@ -107,7 +107,7 @@ def _summed_weights(part: Any, fetch: Any, params: Any, pieces: Any, keys: Any) 
         weight, parts = counted(*piece)
         return Sums(
             total=sums.total,
-            weight=sums.weight + weight,
+            weight=jax.tree.map(jnp.add, sums.weight, weight),
             per_microbatch=sums.per_microbatch,
             parts=sums.parts + parts,
             aux=sums.aux,

@@ -1,7 +1,7 @@
 """What models say about their axes; inert until a plan gives it meaning.
 
 In: logical axis names ("batch", "embed", "mlp", ...). Out: metadata on parameters, constraints on activations,
-and one replaceable attention op. `logical` is for linen, `nnx_logical` and `name_stack` for NNX.
+and replaceable ops: attention, matrix products. `logical` is for linen, `nnx_logical` and `name_stack` for NNX.
 
     kernel_init = annotate.logical(nn.initializers.lecun_normal(), "embed", "mlp")
     x = annotate.constrain(x, "batch", "length", "embed")
@@ -27,7 +27,7 @@ class Active:
 
     Args:
         constrain: `(array, names) -> array`, which places the array or raises.
-        ops: implementations for the op slots, by slot name ("attention").
+        ops: implementations for the op slots, by slot name ("attention", "dot_general").
     """
 
     constrain: Callable[[Any, tuple[str | None, ...]], Any]
@@ -101,6 +101,32 @@ def reference_attention(query, key, value, *, causal=False, mask=None, segment_i
         same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         mask = same if mask is None else mask & same
     return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal)
+
+
+def dot_general(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    dimension_numbers: Any,
+    precision: Any = None,
+    preferred_element_type: Any = None,
+    **options: Any,
+) -> jax.Array:
+    """`jax.lax.dot_general`, for the `dot_general=` of Flax's layers. A plan may choose the dtype of its sums.
+
+    Give it to the layers whose products are split over a tensor axis: where the contracted dim is split, forward or
+    backward, partial results are added between devices, and a plan's `tensor_reduce_dtype` says as what.
+
+    Args:
+        lhs, rhs, dimension_numbers, precision, preferred_element_type, options: as for `jax.lax.dot_general`.
+
+    Returns:
+        What `jax.lax.dot_general` returns, of the same dtype.
+    """
+    active = _active.get()
+    op = jax.lax.dot_general if active is None else active.ops.get("dot_general", jax.lax.dot_general)
+    return op(
+        lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=preferred_element_type, **options
+    )
 
 
 def blocks(name: str, count: int) -> str:

@@ -8,7 +8,7 @@ initialises the model, and is what a trainer runs.
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import flax.linen as nn
@@ -21,6 +21,7 @@ from meshes.build import abstract_mesh
 from meshes.errors import ShardingError, nearest, raise_collected
 from shardlib import batch_spec as batches
 from shardlib.annotate import under
+from shardlib.cost.promises import Arrays, PromisedCollective, promised
 from shardlib.decide import Decision, Names, split_blocks
 from shardlib.explanation import Explanation, tree_bytes
 from shardlib.explicit import cast
@@ -30,6 +31,7 @@ from shardlib.optimizer_specs import abstract_state, optimizer_specs
 from shardlib.place import active
 from shardlib.plan import Plan
 from shardlib.propose import is_bare
+from shardlib.spec_axes import is_spec
 from shardlib.specs import Entry, Resolution, entry_of, notices_of, resolve
 from shardlib.strategies import default_rules
 from shardlib.tree_paths import leaves_with_paths
@@ -52,6 +54,7 @@ class Bound:
         batch: specs of the batch, with reasons.
         activations: decisions about every distinct named activation of the loss.
         ready_params: the parameters of a module that was given built, or None.
+        num_sums: scalars that the loss sums over the batch: its total, weight and metrics.
         notices: what is legal and still worth saying about rules and arrays.
     """
 
@@ -66,6 +69,7 @@ class Bound:
     batch: Resolution
     activations: tuple[Entry, ...]
     ready_params: Any
+    num_sums: int
     notices: tuple[str, ...]
 
     def explain(self, optimizer: optax.GradientTransformation | None = None) -> Explanation:
@@ -79,9 +83,29 @@ class Bound:
             parameters=self.params.entries,
             batch=self.batch.entries,
             activations=self.activations,
+            gradient_bytes=tree_bytes(self.abstract_params, state_like, self.plan.mesh),
             optimizer_bytes=tree_bytes(state, specs, self.plan.mesh),
             choices=self.plan.choices,
+            promises=self.promised(),
             notices=(*self.notices, *zero_notices),
+        )
+
+    def promised(self, trainable: Any = None) -> tuple[PromisedCollective, ...]:
+        """What one train step will move between devices, by mesh axis, in bytes that each device sends.
+
+        Args:
+            trainable: booleans in the parameters' structure, for a step that trains a subset; None for all.
+        """
+        grad_specs, _ = self.state_specs()
+        return promised(
+            self.plan,
+            Arrays(
+                parameters=self.params.entries,
+                grad_specs=tuple(jax.tree.leaves(grad_specs, is_leaf=is_spec)),
+                activations=self.activations,
+                num_sums=self.num_sums,
+                trainable=None if trainable is None else tuple(map(bool, jax.tree.leaves(trainable))),
+            ),
         )
 
     def state_specs(self) -> tuple[Any, tuple[str, ...]]:
@@ -123,7 +147,7 @@ def bind(
     collections = _resolve_collections(boxed_collections, plan)
     _check_patterns(params)
     abstract_params, abstract_collections = _unboxed(boxed), _unboxed(boxed_collections)
-    activations = _trace(loss, plan, abstract_params, batch_spec, abstract_collections)
+    activations, num_sums = _trace(loss, plan, abstract_params, batch_spec, abstract_collections)
     named = (*params.entries, *batch.entries, *activations)
     return Bound(
         plan=plan,
@@ -137,6 +161,7 @@ def bind(
         batch=batch,
         activations=activations,
         ready_params=create(None)[0] if isinstance(model, nnx.Module) else None,
+        num_sums=num_sums,
         notices=(
             *params.notices,
             *batch.notices,
@@ -159,21 +184,28 @@ def _resolve_collections(boxed: Any, plan: Plan) -> Resolution | None:
             "statistics of a part are not those of the batch",
             fix="lowering=automatic with num_microbatches=1 and no random_slices; or normalise per example (LayerNorm)",
         )
-    return resolve(boxed, plan.rules, plan.mesh)
+    if not isinstance(boxed, dict):
+        return resolve(boxed, plan.rules, plan.mesh)
+    # Beside "params" the other collections are known not to be parameters, which need no axes.
+    found = resolve({"params": {}, **boxed}, plan.rules, plan.mesh)
+    return replace(found, specs={name: specs for name, specs in found.specs.items() if name != "params"})
 
 
-def _trace(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, collections: Any) -> tuple[Entry, ...]:
-    """Traces the loss once under the rules, checks it, and returns the distinct activations it names."""
+def _trace(
+    loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, collections: Any
+) -> tuple[tuple[Entry, ...], int]:
+    """Traces the loss once under the rules and checks it: the distinct activations it names, and how many sums."""
     entries: dict[tuple[Names, tuple[int, ...]], Entry] = {}
 
     def record(names: Names, x: Any, decisions: tuple[Decision, ...]) -> None:
         path = "(" + ", ".join(name or "none" for name in names) + ")"
         entries.setdefault((names, x.shape), entry_of(path, x.shape, str(x.dtype), names, decisions, plan.mesh))
 
-    traced = under(active(plan.rules, abstract_mesh(plan.mesh), record=record), loss)
+    in_force = active(plan.rules, abstract_mesh(plan.mesh), record=record, sum_dtype=plan.tensor_reduce_dtype)
+    traced = under(in_force, loss)
     params = jax.eval_shape(lambda tree: cast(tree, plan.compute_dtype), params)
-    _check_loss(traced, params, batches.abstract(batch_spec), collections)
-    return tuple(entries.values())
+    num_sums = _check_loss(traced, params, batches.abstract(batch_spec), collections)
+    return tuple(entries.values()), num_sums
 
 
 def abstract_parameters(model: Any, batch_spec: Any, *, init: Callable[..., Any] | None = None) -> Any:
@@ -210,8 +242,8 @@ def _dead_rules(plan: Plan, named: tuple[Entry, ...]) -> list[str]:
     ]
 
 
-def _check_loss(loss: LossFunction, params: Any, batch: Any, collections: Any) -> None:
-    """Traces the loss: a scalar or a `Loss`, whose weight does not depend on the parameters."""
+def _check_loss(loss: LossFunction, params: Any, batch: Any, collections: Any) -> int:
+    """Traces the loss: a scalar or a `Loss`, whose weight does not depend on the parameters; counts its sums."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     seen: list[Sums] = []
 
@@ -220,8 +252,8 @@ def _check_loss(loss: LossFunction, params: Any, batch: Any, collections: Any) -
         return seen[0].weight, seen[0].state
 
     jaxpr, (_, state) = jax.make_jaxpr(traced, return_shape=True)(params, batch, key, collections)
-    num_state = len(jax.tree.leaves(state))
-    if any(inputs_used(jaxpr, [True] + [False] * num_state)[: len(jax.tree.leaves(params))]):
+    wanted = [True] * len(jax.tree.leaves(seen[0].weight)) + [False] * len(jax.tree.leaves(state))
+    if any(inputs_used(jaxpr, wanted)[: len(jax.tree.leaves(params))]):
         raise ShardingError(
             "the weight of the loss depends on the parameters, so dividing by it would change the gradients",
             fix="compute the weight from the batch alone (jax.lax.stop_gradient does not help here)",
@@ -232,6 +264,7 @@ def _check_loss(loss: LossFunction, params: Any, batch: Any, collections: Any) -
             f"the loss was given the collections {described(collections)} and returned the state {described(state)}",
             fix="return Loss(state=...) with the same structure, shapes and dtypes; or no state for a model without",
         )
+    return len(jax.tree.leaves(replace(seen[0], state=None)))
 
 
 def _creator(model: Any, batch_spec: Any, init: Callable[..., Any] | None) -> Callable[[Any], Any]:

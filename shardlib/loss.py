@@ -42,11 +42,12 @@ class Sum:
 class Loss:
     """What a loss function returns when a plain scalar does not say enough; a pytree.
 
-    The objective is `total / weight + per_microbatch`.
+    The objective is `total / weight + per_microbatch`, or `total + per_microbatch` for a loss that is a sum.
 
     Args:
         total: float scalar, summed over examples (tokens).
-        weight: float scalar, how much `total` sums over; it must not depend on the parameters.
+        weight: float scalar, how much `total` sums over; it must not depend on the parameters. None: the objective
+            is the sum itself, over the whole batch, and nothing is divided.
         per_microbatch: float scalar averaged over microbatches, such as a balance loss.
         aux: metrics, a dict of `Mean` and `Sum`.
         state: updated collections the next step starts from (running statistics), or None.
@@ -60,7 +61,12 @@ class Loss:
 
     def value(self) -> jax.Array:
         """The objective, finite also where nothing was weighted."""
-        return ratio(self.total, self.weight) + self.per_microbatch
+        return weighted(self.total, self.weight) + self.per_microbatch
+
+
+def weighted(total: Any, weight: Any) -> jax.Array:
+    """`total / weight` by `ratio`, or the total in float32 where the weight is None."""
+    return jnp.asarray(total, jnp.float32) if weight is None else ratio(total, weight)
 
 
 def ratio(total: Any, weight: Any) -> jax.Array:

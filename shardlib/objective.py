@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from meshes.errors import ShardingError, raise_collected
-from shardlib.loss import Loss, Mean, Sum, ratio
+from shardlib.loss import Loss, Mean, Sum, weighted
 
 LossFunction = Callable[..., Any]
 Metrics = dict[str, jax.Array]
@@ -29,7 +29,7 @@ class Sums:
     The objective is `total / weight + per_microbatch / parts`.
 
     Args:
-        total, weight: summed over everything counted so far.
+        total, weight: summed over everything counted so far; without a weight the objective's first term is `total`.
         per_microbatch: summed over parts.
         parts: how many parts (slices, microbatches, shards) were added.
         aux: metrics, summed.
@@ -45,11 +45,12 @@ class Sums:
 
     def value(self) -> jax.Array:
         """The objective."""
-        return ratio(self.total, self.weight) + self.per_microbatch / self.parts
+        return weighted(self.total, self.weight) + self.per_microbatch / self.parts
 
     def metrics(self) -> Metrics:
-        """The objective, its weight, and the values of the metrics."""
-        return {"loss": self.value(), "weight": self.weight, **{k: metric.value() for k, metric in self.aux.items()}}
+        """The objective, its weight if it has one, and the values of the metrics."""
+        weight = {} if self.weight is None else {"weight": self.weight}
+        return {"loss": self.value(), **weight, **{k: metric.value() for k, metric in self.aux.items()}}
 
     def __add__(self, other: "Sums") -> "Sums":
         added = jax.tree.map(jnp.add, replace(self, state=None), replace(other, state=None))
@@ -77,11 +78,12 @@ def sums_of(loss: LossFunction, params: Any, batch: Any, rng: Any, *, state: Any
         return Sums(total=_f32(result), weight=one, per_microbatch=0 * one, parts=one, aux={})
     # An integer total would have a gradient of zero without a word; a weight may be a count.
     for part, kind in (("total", jnp.floating), ("weight", jnp.number), ("per_microbatch", jnp.floating)):
-        _check_scalar(getattr(result, part), f"the {part} of the loss", of=kind)
+        if part != "weight" or result.weight is not None:
+            _check_scalar(getattr(result, part), f"the {part} of the loss", of=kind)
     _check_aux(result.aux)
     return Sums(
         total=_f32(result.total),
-        weight=_f32(result.weight),
+        weight=None if result.weight is None else _f32(result.weight),
         per_microbatch=_f32(result.per_microbatch),
         parts=one,
         aux=jax.tree.map(_f32, result.aux),

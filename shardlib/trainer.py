@@ -99,17 +99,22 @@ class Trainer:
     def compiled(self) -> Any:
         """The compiled train step (`jax.stages.Compiled`), compiled on first use and never again."""
         if self._train is None:
-            gradients = gradient_function(self._loss, self.bound.plan, mesh=self.mesh, specs=self._specs)
-            step = train_step(gradients, self.optimizer, param_shardings=self.state_shardings.params, mask=self._mask)
-            replicated = NamedSharding(self.mesh, P())
-            jitted = jax.jit(
-                step,
-                in_shardings=(self.state_shardings, self.batch_shardings),
-                out_shardings=(self.state_shardings, replicated),
-                donate_argnums=0,
-            )
-            self._train = self._compile(jitted, self.abstract_state, self._abstract_batch())
+            self._train = self.lowered.compile()
         return self._train
+
+    @property
+    def lowered(self) -> Any:
+        """The train step before the backend's compiler (`jax.stages.Lowered`), traced anew each time."""
+        gradients = gradient_function(self._loss, self.bound.plan, mesh=self.mesh, specs=self._specs)
+        step = train_step(gradients, self.optimizer, param_shardings=self.state_shardings.params, mask=self._mask)
+        replicated = NamedSharding(self.mesh, P())
+        jitted = jax.jit(
+            step,
+            in_shardings=(self.state_shardings, self.batch_shardings),
+            out_shardings=(self.state_shardings, replicated),
+            donate_argnums=0,
+        )
+        return self._lower(jitted, self.abstract_state, self._abstract_batch())
 
     def init(self, key: jax.Array) -> TrainState:
         """Builds the state where it belongs: no device ever holds a whole array that the plan splits.
@@ -230,7 +235,7 @@ class Trainer:
                 out_shardings=NamedSharding(self.mesh, P()),
             )
             state, batch = self.abstract_state, _with_shardings(batches.abstract(spec), placed)
-            self._evals[key] = (self._compile(jitted, state.params, batch, state.collections), placed)
+            self._evals[key] = (self._lower(jitted, state.params, batch, state.collections).compile(), placed)
         return self._evals[key]
 
     def _spec_for(self, batch: Any) -> Any:
@@ -241,10 +246,10 @@ class Trainer:
                 return batches.resized(spec, batch=np.shape(given[path])[leaf.axes.index(BATCH)])
         return spec
 
-    def _compile(self, jitted: Any, *arguments: Any) -> Any:
+    def _lower(self, jitted: Any, *arguments: Any) -> Any:
         # A mesh that the caller has set, perhaps with Explicit axes, must not reach the trace.
         with jax.set_mesh(self.mesh):
-            return jitted.lower(*arguments).compile()
+            return jitted.lower(*arguments)
 
     def _abstract_batch(self) -> Any:
         return _with_shardings(batches.abstract(self.bound.batch_spec), self.batch_shardings)

@@ -13,7 +13,7 @@ DATA_LIKE = tuple(strategy.axis for strategy in ALL if strategy.splits_batch)
 """Mesh axes that take a share of the batch; two lowerings exist for them, automatic and explicit."""
 
 # Dims that no strategy splits; `length` is here for arrays without an embed dim, such as token ids.
-_WHOLE = ("length", "head_dim", "position", "layers", "lora_rank")
+_WHOLE = ("length", "head_dim", "position", "layers", "lora_rank", "height", "width", "channel", "classes")
 
 __all__ = ["ALL", "DATA_LIKE", "Strategy", "default_rules"]
 
