@@ -255,14 +255,25 @@ def _by_optax(optimizer: Any, treedef: Any, parameters: list[tuple[Any, ...]]) -
 
 
 def _by_path(path: tuple[Any, ...], parameters: list[tuple[Any, ...]]) -> int | None:
-    """The parameter whose path is part of this one; of several, the longest and then the last to begin."""
+    """The parameter whose keys appear in this path in order; of several the longest, then unbroken, then latest."""
     found = [
-        (len(own), start, index)
+        (len(own), at[-1] - at[0] == len(own) - 1, at[-1], index)
         for index, own in enumerate(parameters)
-        for start in range(len(path) - len(own) + 1)
-        if own and path[start : start + len(own)] == own
+        if (at := _positions(path, own))
     ]
-    return max(found)[2] if found else None
+    return max(found)[-1] if found else None
+
+
+def _positions(path: tuple[Any, ...], own: tuple[Any, ...]) -> list[int]:
+    """Where a parameter's keys are in the path, matched from the end; empty unless all are there in order."""
+    at: list[int] = []
+    end = len(path)
+    for key in reversed(own):
+        end = next((i for i in reversed(range(end)) if path[i] == key), -1)
+        if end < 0:
+            return []
+        at.insert(0, end)
+    return at
 
 
 def _factored_statistics(state: Any) -> dict[int, str]:

@@ -168,6 +168,19 @@ def test_moments_without_a_path_follow_by_shape_or_are_replicated_with_a_notice(
     assert sum("2 parameters have this shape and other specs" in notice for notice in result.notices) == 2
 
 
+def test_transforms_that_index_the_parameters_are_followed_by_path():
+    """An optimizer per part of the model, written by hand: optax's placeholder has no such part."""
+    factored = optax.scale_by_factored_rms(min_dim_size_to_factor=8)
+    parts = optax.GradientTransformation(
+        lambda params: {name: factored.init(params[name]) for name in ("head", "trunk")}, lambda u, s, p=None: (u, s)
+    )
+    params = {"head": {"w": PARAMS["w"]}, "trunk": {"w": PARAMS["w"]}}
+    specs = {"head": {"w": P("tensor", "fsdp")}, "trunk": {"w": P("fsdp", "tensor")}}
+    state = optimizer_specs(parts, params, specs)
+    assert (state["head"].v_row["w"], state["head"].v_col["w"]) == (P("tensor"), P("fsdp"))
+    assert (state["trunk"].v_row["w"], state["trunk"].v_col["w"]) == (P("fsdp"), P("tensor"))
+
+
 def test_nnx_states_are_followed_through_their_variables():
     module = nnx.eval_shape(lambda: nnx.Linear(16, 64, rngs=nnx.Rngs(0)))
     params = nnx.state(module, nnx.Param)
