@@ -13,7 +13,7 @@ import typer
 from shardlib._version import __version__
 from shardlib.cli.demo import demo
 from shardlib.cli.explain import explain
-from shardlib.cli.output import user_errors
+from shardlib.cli.output import USAGE, note, user_errors
 from shardlib.cli.schedule import schedule
 from shardlib.cli.train import train
 
@@ -21,7 +21,6 @@ NAME = "shardlib"
 
 app = typer.Typer(
     name=NAME,
-    no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -34,11 +33,15 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def root(
+    context: typer.Context,
     version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Name a mesh; see every sharding decision; train a Flax model on it with the numbers of one device."""
+    if context.invoked_subcommand is None:
+        note(context.get_help())
+        raise typer.Exit(USAGE)
 
 
 def _register(command: Callable[..., None], *, required: str = "", short: str, example: str) -> None:

@@ -112,7 +112,7 @@ def reserve_devices(shape: MeshShape, devices: str) -> None:
         )
     if devices != "real" and needed <= MAX_EMULATED:
         with suppress(RuntimeError):  # the backend is up already; the mesh says so if it has too few
-            jax.config.update("jax_num_cpu_devices", max(needed, jax.config.read("jax_num_cpu_devices")))
+            jax.config.update("jax_num_cpu_devices", max(needed, jax.config.values["jax_num_cpu_devices"]))
 
 
 def with_sizes(shape: MeshShape, devices: str) -> MeshShape:
