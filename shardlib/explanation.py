@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from meshes.shape import MeshShape
+from shardlib.cost.promises import PromisedCollective
 from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, itemsize
 
@@ -31,8 +32,10 @@ class Explanation:
     Args:
         mesh: the mesh.
         parameters, batch, activations: arrays with spec and reason per dim.
+        gradient_bytes: size of the reduced gradients.
         optimizer_bytes: size of the optimizer's state.
         choices: what the plan decided where it had a choice.
+        promises: what one train step will move between devices.
         notices: what is legal and still worth saying.
     """
 
@@ -40,8 +43,10 @@ class Explanation:
     parameters: tuple[Entry, ...]
     batch: tuple[Entry, ...]
     activations: tuple[Entry, ...]
+    gradient_bytes: Bytes
     optimizer_bytes: Bytes
     choices: tuple[str, ...]
+    promises: tuple[PromisedCollective, ...]
     notices: tuple[str, ...]
 
     @property
@@ -52,8 +57,11 @@ class Explanation:
     @property
     def totals(self) -> dict[str, Bytes]:
         """Bytes of parameters, gradients and optimizer state, and their sum."""
-        parameters = entries_bytes(self.parameters)
-        groups = {"parameters": parameters, "gradients": parameters, "optimizer_state": self.optimizer_bytes}
+        groups = {
+            "parameters": entries_bytes(self.parameters),
+            "gradients": self.gradient_bytes,
+            "optimizer_state": self.optimizer_bytes,
+        }
         whole = Bytes(
             total=sum(group.total for group in groups.values()),
             per_device=sum(group.per_device for group in groups.values()),
@@ -74,6 +82,7 @@ class Explanation:
             "batch": [entry_json(entry) for entry in self.batch],
             "activations": [entry_json(entry) for entry in self.activations],
             "choices": list(self.choices),
+            "promises": [promise_json(promise) for promise in self.promises],
             "notices": list(self.notices),
         }
 
@@ -95,6 +104,9 @@ class Explanation:
         lines += [
             f"  {name}: {bytes_text(size.per_device)} of {bytes_text(size.total)}" for name, size in self.totals.items()
         ]
+        if self.promises:
+            lines.append("moved in one step:")
+            lines += [f"  {promise_text(promise)}" for promise in self.promises]
         lines += [*self.choices, *(f"notice: {notice}" for notice in self.notices)]
         return "\n".join(lines)
 
@@ -129,6 +141,28 @@ def entry_json(entry: Entry) -> dict[str, Any]:
         "bytes_per_device": entry.bytes_per_device,
         "reasons": [decision.reason for decision in entry.decisions],
     }
+
+
+def promise_json(promise: PromisedCollective) -> dict[str, Any]:
+    """One promised collective as plain JSON values."""
+    return {
+        "kind": promise.kind,
+        "mesh_axes": list(promise.axes),
+        "what": promise.what,
+        "count": promise.count,
+        "bytes_per_device": round(promise.bytes_per_device),
+        "per_microbatch": promise.loop,
+        "exact": promise.exact,
+    }
+
+
+def promise_text(promise: PromisedCollective) -> str:
+    """`fsdp: 17 x all-gather of split parameters, 82.3 KiB per device`."""
+    often = f"{promise.count:,} x " if promise.count > 1 else ""
+    about = "" if promise.exact else "about "
+    where = ", in the loop over microbatches" if promise.loop else ""
+    size = bytes_text(promise.bytes_per_device)
+    return f"{promise.axis}: {often}{promise.kind} of {promise.what}, {about}{size} per device{where}"
 
 
 def spec_text(entry: Entry) -> str:

@@ -56,7 +56,8 @@ def train_step(
         rng = jax.random.fold_in(state.rng, state.step)
         grads, sums = gradients(state.params, batch, rng, state.collections)
         chosen, frozen = (state.params, None) if mask is None else split(state.params, mask)
-        updates, opt_state = optimizer.update(grads, state.opt_state, chosen)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state.opt_state, chosen)
         chosen = optax.apply_updates(chosen, updates)
         params = chosen if mask is None else merge(chosen, frozen)
         params = jax.lax.with_sharding_constraint(params, param_shardings)

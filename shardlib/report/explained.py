@@ -32,6 +32,7 @@ def print_explanation(explanation: Explanation) -> None:
             if entries:
                 _print_entries(out, title, entries)
         _print_totals(out, [explanation])
+        _print_promises(out, explanation)
         for notice in explanation.notices:
             _print_notice(out, f"notice: {notice}")
 
@@ -119,6 +120,23 @@ def _print_totals(out: Console, explanations: list[Explanation]) -> None:
     for name, size in explanations[0].totals.items():
         cells = [bytes_text(explanation.totals[name].per_device) for explanation in explanations]
         table.add_row(name.replace("_", " "), bytes_text(size.total), *cells)
+    out.print(table)
+
+
+def _print_promises(out: Console, explanation: Explanation) -> None:
+    """What one step will move: a line per mesh axis, kind and sort of arrays."""
+    if not explanation.promises:
+        return
+    table = Table(
+        title="moved in one step", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for heading in ("axis", "collective", "of"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("times", "per device"):
+        table.add_column(heading, justify="right", overflow="fold")
+    for promise in explanation.promises:
+        size = f"{'' if promise.exact else '~'}{bytes_text(promise.bytes_per_device)}"
+        table.add_row(*map(Text, (promise.axis, promise.kind, promise.what, f"{promise.count:,}", size)))
     out.print(table)
 
 

@@ -6,6 +6,7 @@ first, so that only a shard of them crosses.
 Source: Zhao et al. 2023 (2304.11277) section 3.2.2, hybrid sharding.
 """
 
+from shardlib.strategies.promise import Promise
 from shardlib.strategies.strategy import Strategy
 
 replica = Strategy(
@@ -13,4 +14,10 @@ replica = Strategy(
     splits_batch=True,
     rules=(),
     summary="the batch is split across slices; each slice holds a whole copy, and shards of gradients cross once",
+    promises=(
+        Promise(kind="all-reduce", tensors="sums", times="step", lowering="explicit"),
+        Promise(kind="all-reduce", tensors="whole gradients", times="step", lowering="explicit", alone=True),
+        Promise(kind="all-reduce", tensors="sums", times="microbatch", lowering="automatic"),
+        Promise(kind="all-reduce", tensors="whole gradients", times="microbatch", lowering="automatic", alone=True),
+    ),
 )

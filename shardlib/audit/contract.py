@@ -1,0 +1,220 @@
+"""Holds a compiled train step to what its mesh axes promised: bytes per axis and kind, found against promised.
+
+In: a parsed program, promises in bytes, the mesh. Out: a `Contract`, a table with its problems.
+
+    contract = hold(parse(trainer.compiled.as_text()), bound.promised(), bound.plan.mesh)
+    print(contract)
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from meshes.shape import MeshShape
+from shardlib.audit.program import Collective, Program, axes_of
+from shardlib.cost.promises import PromisedCollective
+
+OPTIMIZER_SCOPE = "/optimizer/"
+_Key = tuple[tuple[str, ...], str, bool | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One kind of collective over the same mesh axes: what was promised, what is there; a static leaf.
+
+    Args:
+        axes: mesh axes it runs over together.
+        kind: XLA's name.
+        loop: inside a loop or not; None where the compiler chooses, and both are added up.
+        exact: promised and found must agree.
+        what: arrays promised.
+        promised_arrays, promised_bytes: executions, and bytes each device sends in one step.
+        form_bytes: promised, in the form that the backend is known to give it.
+        found_arrays, found_bytes: the same in the program; None when a loop runs an unknown number of times.
+        scalar_bytes: found in collectives of scalars alone (norms, counts), which no axis promises.
+        widened: the backend moves 32 bits for each promised element of 16.
+    """
+
+    axes: tuple[str, ...]
+    kind: str
+    loop: bool | None
+    exact: bool
+    what: tuple[str, ...]
+    promised_arrays: int
+    promised_bytes: float
+    form_bytes: float
+    found_arrays: int | None
+    found_bytes: float | None
+    scalar_bytes: float
+    widened: bool
+
+    @property
+    def axis(self) -> str:
+        """The axes as text: `data+fsdp`."""
+        return "+".join(self.axes)
+
+    @property
+    def excess_bytes(self) -> float | None:
+        """Found beyond the promise; negative for what is missing, None when unknown."""
+        if self.found_bytes is None:
+            return None
+        return self.found_bytes - self.promised_bytes * (2 if self.widened else 1)
+
+    @property
+    def where(self) -> str:
+        """`all-reduce over data, in a loop`."""
+        return f"{self.kind} over {self.axis}{', in a loop' if self.loop else ''}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """A program beside the promises of its plan; a static leaf.
+
+    Args:
+        mesh: the mesh.
+        rows: every axis and kind that was promised or found.
+        optimizer: sums that the optimizer makes itself (Adafactor's means over a split dim): no axis promises them.
+        unattributed: collectives that run along no mesh axis, one line each.
+        problems: broken promises, one line each; empty when the program keeps them.
+    """
+
+    mesh: MeshShape
+    rows: tuple[Row, ...]
+    optimizer: tuple[Row, ...]
+    unattributed: tuple[str, ...]
+    problems: tuple[str, ...]
+
+    def of(self, *axes: str) -> tuple[Row, ...]:
+        """Rows over just these axes."""
+        return tuple(row for row in self.rows if set(row.axes) == set(axes))
+
+    @property
+    def excess_bytes(self) -> float:
+        """Found beyond all promises, rows that fall short counted as zero."""
+        return sum(max(row.excess_bytes or 0.0, 0.0) for row in self.rows)
+
+    def __str__(self) -> str:
+        heading = ("axis", "kind", "of", "promised", "found", "excess")
+        lines = [heading, *(_cells(row) for row in self.rows), *(_cells(row, "optimizer") for row in self.optimizer)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
+        text = [f"mesh {self.mesh}: bytes each device sends in one step"]
+        for line in lines:
+            left = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
+            right = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)]
+            text.append("  ".join([*left, *right]).rstrip())
+        text += [f"unattributed: {line}" for line in self.unattributed]
+        text += [f"problem: {line}" for line in self.problems] or ["every promise is kept"]
+        return "\n".join(text)
+
+
+def hold(program: Program, promises: Iterable[PromisedCollective], mesh_shape: MeshShape) -> Contract:
+    """Compares what a program moves with what was promised, per set of mesh axes and kind.
+
+    Exact promises (data-like axes under the explicit lowering) must be met to the byte, in or outside of a loop as
+    promised; a backend that widens 16-bit elements is allowed for. For the rest, all kinds over an axis together must
+    stay below the backend's known form of the promises, and the excess over the promises is reported. Sums of scalars
+    and the optimizer's own sums are shown and not held.
+
+    Args:
+        program: of a whole train step, compiled on that mesh.
+        promises: `Bound.promised()`.
+        mesh_shape: the mesh.
+    """
+    promises = tuple(promises)
+    exact_axes = {axis for promise in promises if promise.exact for axis in promise.axes}
+    found: dict[_Key, list[Collective]] = {}
+    optimizer: dict[_Key, list[Collective]] = {}
+    unattributed: list[str] = []
+    for collective in program.collectives:
+        match = axes_of(collective, mesh_shape)
+        if match.axes is None:
+            unattributed.append(_described(collective, match.reason))
+        elif match.axes:
+            is_exact = set(match.axes) <= exact_axes
+            own = collective.kind == "all-reduce" and OPTIMIZER_SCOPE in (collective.op_name or "")
+            key = (match.axes, collective.kind, collective.loop_depth > 0 if is_exact else None)
+            (optimizer if own else found).setdefault(key, []).append(collective)
+    by_key: dict[_Key, list[PromisedCollective]] = {}
+    for promise in promises:
+        by_key.setdefault((promise.axes, promise.kind, promise.loop if promise.exact else None), []).append(promise)
+    order = {axis: index for index, axis in enumerate(mesh_shape.names)}
+    keys = sorted({*by_key, *found}, key=lambda key: ([order[axis] for axis in key[0]], key[1], bool(key[2])))
+    rows = tuple(_row(key, by_key.get(key, []), found.get(key, []), exact_axes) for key in keys)
+    return Contract(
+        mesh=mesh_shape,
+        rows=rows,
+        optimizer=tuple(_row(key, [], ours, set()) for key, ours in optimizer.items()),
+        unattributed=tuple(unattributed),
+        problems=(*_broken(rows), *_beyond(rows, promises), *(f"unattributed: {line}" for line in unattributed)),
+    )
+
+
+def _row(key: _Key, promises: list[PromisedCollective], found: list[Collective], exact_axes: set[str]) -> Row:
+    axes, kind, loop = key
+    is_known = all(one.times_executed is not None for one in found)
+    times = [(one.times_executed or 0, one) for one in found]
+    found_bytes = sum((count * one.bytes_per_device for count, one in times), 0.0) if is_known else None
+    scalars = sum(count * one.bytes_per_device for count, one in times if all(not shape.dims for shape in one.operands))
+    promised_bytes = sum(promise.bytes_per_device for promise in promises)
+    widened_bytes = sum(promise.widened_bytes for promise in promises)
+    is_exact = set(axes) <= exact_axes
+    # Reductions are widened, and packed sums are 32 bits wide already: only equality to the byte tells.
+    widened = is_exact and widened_bytes != promised_bytes and found_bytes == widened_bytes
+    return Row(
+        axes=axes,
+        kind=kind,
+        loop=loop,
+        exact=is_exact,
+        what=tuple(dict.fromkeys(promise.what for promise in promises)),
+        promised_arrays=sum(promise.count for promise in promises),
+        promised_bytes=widened_bytes / 2 if widened else promised_bytes,
+        form_bytes=sum(promise.form_bytes for promise in promises),
+        found_arrays=sum(count * len(one.operands) for count, one in times) if is_known else None,
+        found_bytes=found_bytes,
+        scalar_bytes=scalars,
+        widened=widened,
+    )
+
+
+def _broken(rows: tuple[Row, ...]) -> list[str]:
+    problems = []
+    for row in rows:
+        if row.excess_bytes is None:
+            problems.append(f"{row.where}: a loop around it runs an unknown number of times")
+        elif row.exact and row.excess_bytes < -0.5:
+            problems.append(f"{row.where}: {-row.excess_bytes:,.0f} of {row.promised_bytes:,.0f} bytes are missing")
+        elif row.exact and row.excess_bytes > row.scalar_bytes + 0.5:
+            promised = f"{row.promised_bytes:,.0f} bytes" if row.promised_bytes else "nothing"
+            problems.append(f"{row.where}: {row.excess_bytes:,.0f} bytes beyond the {promised} promised")
+    return problems
+
+
+def _beyond(rows: tuple[Row, ...], promises: tuple[PromisedCollective, ...]) -> list[str]:
+    """Axes that the compiler manages: more than the known form of their promises, or no reduction at all."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        if not row.exact:
+            groups.setdefault(row.axis, []).append(row)
+    problems = []
+    for axis, own in groups.items():
+        known = sum(promise.form_bytes for promise in promises if promise.axis == axis and not promise.exact)
+        found = math.fsum((row.found_bytes or 0.0) - row.scalar_bytes for row in own)
+        if found > known + 0.5:
+            problems.append(f"{axis}: {found:,.0f} bytes, and the known form of its promises has {known:,.0f}")
+        reduced = [row.found_bytes for row in own if row.kind in ("all-reduce", "reduce-scatter")]
+        if known and not any(reduced):
+            problems.append(f"{axis}: reductions were promised, and the program has none")
+    return problems
+
+
+def _described(collective: Collective, reason: str) -> str:
+    shapes = ", ".join(map(str, collective.operands[:3])) + (", ..." if len(collective.operands) > 3 else "")
+    at = f" at {collective.op_name}" if collective.op_name else ""
+    return f"{collective.kind} of {shapes}{at}: {reason}"
+
+
+def _cells(row: Row, what: str = "") -> tuple[str, ...]:
+    found = "unknown" if row.found_bytes is None else f"{row.found_bytes:,.0f}"
+    excess = "" if not row.excess_bytes else f"{row.excess_bytes:+,.0f}"
+    promised = f"{row.promised_bytes:,.0f}{' x 2' if row.widened else ''}"
+    return (row.axis, f"{row.kind}{' (loop)' if row.loop else ''}", what or ", ".join(row.what), promised, found, excess)
