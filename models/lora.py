@@ -69,7 +69,7 @@ def adapted(lora: LoRA) -> Any:
 def _low_rank(layer: Any, x: jax.Array, *, rank: int) -> jax.Array:
     """x A B, the input dims and the output dims flat; the adapters are parameters of the layer."""
     kernel = layer.get_variable("params", "kernel")
-    names = kernel.names if isinstance(kernel, meta.AxisMetadata) else (None,) * meta.unbox(kernel).ndim
+    names = kernel.names if isinstance(kernel, nn.Partitioned) else (None,) * meta.unbox(kernel).ndim
     shape = meta.unbox(kernel).shape
     axis = getattr(layer, "axis", -1)
     num_in = len(axis) if isinstance(axis, tuple) else 1

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from meshes.shape import MeshShape
 from shardlib.decide import Decision, Names, spec_of
+from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, mesh_shape
 from shardlib.state_dims import Origin, averaged_over, factored_dims, origins
 from shardlib.tree_paths import leaves_with_paths, path_text
@@ -185,7 +186,7 @@ class _State:
     def decided(self, params: Any, specs: Any, *, names: Sequence[Names]) -> list["_Found"]:
         """What becomes of each array of the state."""
         abstract = leaves_with_paths(params)
-        flat_specs = jax.tree.leaves(specs, is_leaf=lambda node: isinstance(node, P))
+        flat_specs = jax.tree.leaves(specs, is_leaf=is_spec)
         names = names or [(None,) * len(leaf.shape) for _, leaf in abstract]
         known = [
             _Parameter(path=path, shape=tuple(leaf.shape), names=own, spec=spec)
@@ -229,8 +230,8 @@ class _Parameter:
     @property
     def axes(self) -> tuple[tuple[str, ...], ...]:
         """Mesh axes per dim; a spec may be shorter than the array."""
-        entries = [() if entry is None else (entry,) if isinstance(entry, str) else tuple(entry) for entry in self.spec]
-        return (*entries, *[()] * (len(self.shape) - len(entries)))
+        entries = map(axes_of, self.spec)
+        return (*entries, *[()] * (len(self.shape) - len(self.spec)))
 
 
 def _by_optax(optimizer: Any, treedef: Any, parameters: list[tuple[Any, ...]]) -> list[int | None]:
@@ -282,11 +283,14 @@ def _factored_statistics(state: Any) -> dict[int, str]:
     fields: dict[int, str] = {}
     first = 0
     for node in jax.tree.leaves(state, is_leaf=is_factored):
-        for field in node._fields if is_factored(node) else ():
+        if not isinstance(node, optax.FactoredState):
+            first += 1
+            continue
+        for field in optax.FactoredState._fields:
             size = len(jax.tree.leaves(getattr(node, field)))
-            fields |= dict.fromkeys(range(first, first + size), field) if field != "count" else {}
+            if field != "count":
+                fields.update((number, field) for number in range(first, first + size))
             first += size
-        first += 0 if is_factored(node) else 1
     return fields
 
 

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import PartitionSpec as P
 
 from meshes.errors import ShardingError, nearest, raise_collected
 from shardlib.annotate import LAYERS
 from shardlib.decide import Names, split_blocks
+from shardlib.spec_axes import is_spec
 from shardlib.specs import Entry, Resolution
 
 Predicate = Callable[[str, Names], bool]
@@ -149,7 +149,7 @@ def decay_mask(resolution: Resolution, *, without: Sequence[str] = NO_DECAY) -> 
 
 
 def _unflatten(resolution: Resolution, flags: list[bool]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(resolution.specs, is_leaf=lambda node: isinstance(node, P)), flags)
+    return jax.tree.unflatten(jax.tree.structure(resolution.specs, is_leaf=is_spec), flags)
 
 
 def _words(entry: Entry) -> set[str]:
