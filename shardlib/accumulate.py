@@ -26,7 +26,7 @@ def gradients(
     *,
     state: Any,
     reduce: Callable[[Sums], Sums],
-    fetch: Callable[[Any], Any] = lambda params: params,
+    fetch: Callable[[Any, Any], tuple[Any, Any]] = lambda params, piece: (params, piece),
     slice_axes: tuple[str, ...] = (),
     mask: Any = None,
 ) -> tuple[Any, Sums]:
@@ -39,31 +39,33 @@ def gradients(
         keys: PRNG keys [microbatches, slices], or None.
         state: collections the loss reads and updates, or None.
         reduce: adds `Sums` over devices that hold other rows of the batch.
-        fetch: parameters as held -> as used, once per microbatch (a gather).
+        fetch: (parameters as held, this microbatch) -> (as used, the microbatch); a gather.
         slice_axes: mesh axes that the slice dim is sharded over.
         mask: a tree of bools, True for the parameters to differentiate by; None for all of them.
 
     Returns:
-        Gradients by the masked part of `fetch(params)` in float32, not summed over devices, and reduced `Sums`.
+        Gradients by the masked part of `fetch`'s parameters in float32, not summed over devices, and reduced `Sums`.
     """
     num_microbatches, num_slices = jax.tree.leaves(pieces)[0].shape[:2]
     part = _over_slices(loss, num_slices, slice_axes)
     if num_microbatches == 1:
         # Forward, then the weight over all devices, then backward at the final scale.
-        piece, key = _take(pieces, keys, 0)
-        pull, sums = _forward(part, fetch(params), piece, key, state=state, mask=mask)
+        used, (piece, key) = fetch(params, _take(pieces, keys, 0))
+        pull, sums = _forward(part, used, piece, key, state=state, mask=mask)
         reduced = reduce(sums)
         return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), pull(_scales(reduced))), reduced
-    weights = _summed_weights(part, fetch, params, pieces, keys)
+    shapes, _ = jax.eval_shape(fetch, params, _take(pieces, keys, 0))
+    weights = _summed_weights(part, shapes, pieces, keys)
     total = reduce(weights)
 
     def body(carry: tuple[Any, Sums], piece: Any) -> tuple[tuple[Any, Sums], None]:
         grads, sums = carry
-        pull, more = _forward(part, fetch(params), *piece, state=None, mask=mask)
+        used, piece = fetch(params, piece)
+        pull, more = _forward(part, used, *piece, state=None, mask=mask)
         return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, pull(_scales(total))), sums + more), None
 
-    used = jax.eval_shape(lambda params: _parts(fetch(params), mask)[0], params)
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), used)
+    chosen, _ = _parts(shapes, mask)
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), chosen)
     nothing = jax.tree.map(jnp.zeros_like, weights)
     (grads, sums), _ = jax.lax.scan(body, (zeros, nothing), (pieces, keys))
     return grads, reduce(sums)
@@ -90,9 +92,8 @@ def _scales(total: Sums) -> tuple[jax.Array, jax.Array]:
     return weighted(1.0, total.weight), 1.0 / total.parts
 
 
-def _summed_weights(part: Any, fetch: Any, params: Any, pieces: Any, keys: Any) -> Sums:
+def _summed_weights(part: Any, used: Any, pieces: Any, keys: Any) -> Sums:
     """The weights and parts of all microbatches, by the equations they need alone; the rest of Sums is zero."""
-    used = jax.eval_shape(fetch, params)
     first_piece, first_key = _take(pieces, keys, 0)
 
     def counts(piece: Any, key: Any, params: Any) -> tuple[Any, Any]:

@@ -107,10 +107,9 @@ def explicit_gradients(loss: LossFunction, layout: Layout) -> Callable[[Any, Any
         sizes = {"num_microbatches": layout.num_microbatches, "num_slices": layout.num_slices}
         pieces = cut(batch, layout.batch_dims, **sizes)
         keys = part_keys(rng, first=shard * per_shard, **sizes)
-        fetch = (lambda params: params) if hoisted else lambda params: _gather_nested(params, layout)
-        grads, sums = gradients(
-            loss, params, pieces, keys, state=None, reduce=lambda sums: sums.summed(axes), fetch=fetch, mask=layout.mask
-        )
+        fetch = {} if hoisted else {"fetch": lambda params, piece: _fetch(params, piece, layout)}
+        reduce = lambda sums: sums.summed(axes)  # noqa: E731
+        grads, sums = gradients(loss, params, pieces, keys, state=None, reduce=reduce, mask=layout.mask, **fetch)
         return jax.tree.map(lambda leaf: leaf[None], grads), sums
 
     def value(params: Any, batch: Any, rng: Any) -> tuple[Any, Sums]:
@@ -158,6 +157,16 @@ def _gather(params: Any, specs: Any) -> Any:
         return x
 
     return jax.tree.map(leaf, params, specs)
+
+
+def _fetch(params: Any, piece: Any, layout: Layout) -> tuple[Any, Any]:
+    """Parameters gathered for one microbatch, and the microbatch.
+
+    Each waits for the other: a compiler that sees the same gather in every turn of a loop moves it out, and then
+    whole parameters stay in memory all the while.
+    """
+    params, piece = jax.lax.optimization_barrier((params, piece))
+    return _gather_nested(params, layout), piece
 
 
 def _gather_nested(params: Any, layout: Layout) -> Any:

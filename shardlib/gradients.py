@@ -85,16 +85,18 @@ def _automatic(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num
     loss = annotate.under(active(plan.rules, mesh, hidden=slice_axes, sum_dtype=plan.tensor_reduce_dtype), loss)
     dims, wanted = batch_dims(specs.batch_spec), shardings(specs.grads, mesh)
     sizes = {"num_microbatches": plan.num_microbatches, "num_slices": num_slices}
+    # Slices of the plan's own are rows in a row; without them a microbatch takes its rows from every shard.
+    num_shards = 1 if plan.random_slices else plan.num_batch_shards
 
     def value(params: Any, batch: Any, rng: Any, collections: Any) -> tuple[Any, Sums]:
         grads, sums = accumulate.gradients(
             loss,
             params,
-            cut(batch, dims, **sizes),
+            cut(batch, dims, **sizes, num_shards=num_shards),
             part_keys(rng, first=0, **sizes),
             state=collections,
             reduce=lambda sums: sums,
-            fetch=lambda params: cast(params, jnp.dtype(plan.compute_dtype)),
+            fetch=lambda params, piece: (cast(params, jnp.dtype(plan.compute_dtype)), piece),
             slice_axes=slice_axes,
             mask=specs.mask,
         )

@@ -23,19 +23,30 @@ def batch_dims(spec: Any) -> Any:
     )
 
 
-def cut(batch: Any, dims: Any, *, num_microbatches: int, num_slices: int) -> Any:
+def cut(batch: Any, dims: Any, *, num_microbatches: int, num_slices: int, num_shards: int = 1) -> Any:
     """Leaves [.., rows_of_all, ..] to [microbatches, slices, .., rows, ..]; shared inputs are repeated by reference.
 
     Slice `s` of microbatch `m` is part `s * num_microbatches + m` of the batch: each microbatch takes every
     `num_microbatches`-th part, so that a dim sharded in blocks stays where it is.
+
+    Args:
+        batch: arrays.
+        dims: from `batch_dims`.
+        num_microbatches, num_slices: how many.
+        num_shards: blocks that a batch dim is sharded in where a slice spans all of them: it then takes its share of
+            each block. Rows that this does not divide are taken in a row, and move between devices.
     """
 
     def leaf(x: jax.Array, dim: int) -> jax.Array:
         if dim < 0:
             return jnp.broadcast_to(x, (num_microbatches, num_slices, *x.shape))
-        rows = x.shape[dim] // (num_microbatches * num_slices)
-        parted = x.reshape(*x.shape[:dim], num_slices, num_microbatches, rows, *x.shape[dim + 1 :])
-        return jnp.moveaxis(parted, (dim + 1, dim), (0, 1))
+        shards = num_shards if num_slices == 1 and x.shape[dim] % (num_microbatches * num_shards) == 0 else 1
+        rows = x.shape[dim] // (num_microbatches * num_slices * shards)
+        parted = x.reshape(*x.shape[:dim], num_slices * shards, num_microbatches, rows, *x.shape[dim + 1 :])
+        if shards == 1:
+            return jnp.moveaxis(parted, (dim + 1, dim), (0, 1))
+        parted = jnp.moveaxis(parted, dim + 1, 0)
+        return parted.reshape(num_microbatches, 1, *x.shape[:dim], shards * rows, *x.shape[dim + 1 :])
 
     return jax.tree.map(leaf, batch, dims)
 

@@ -6,7 +6,6 @@ In: a parsed program, promises in bytes, the mesh. Out: a `Contract`, a table wi
     print(contract)
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -29,7 +28,7 @@ class Row:
         exact: promised and found must agree.
         what: arrays promised.
         promised_arrays, promised_bytes: executions, and bytes each device sends in one step.
-        form_bytes: promised, in the form that the backend is known to give it.
+        form_bytes: of this kind, once the backend has given the promises the form it is known for.
         found_arrays, found_bytes: the same in the program; None when a loop runs an unknown number of times.
         scalar_bytes: found in collectives of scalars alone (norms, counts), which no axis promises.
         widened: the backend moves 32 bits for each promised element of 16.
@@ -94,7 +93,7 @@ class Contract:
         return sum(max(row.excess_bytes or 0.0, 0.0) for row in self.rows)
 
     def __str__(self) -> str:
-        heading = ("axis", "kind", "of", "promised", "found", "excess")
+        heading = ("axis", "kind", "of", "promised", "known form", "found", "excess")
         lines = [heading, *(_cells(row) for row in self.rows), *(_cells(row, "optimizer") for row in self.optimizer)]
         widths = [max(len(line[column]) for line in lines) for column in range(len(heading))]
         text = [f"mesh {self.mesh}: bytes each device sends in one step"]
@@ -111,9 +110,9 @@ def hold(program: Program, promises: Iterable[PromisedCollective], mesh_shape: M
     """Compares what a program moves with what was promised, per set of mesh axes and kind.
 
     Exact promises (data-like axes under the explicit lowering) must be met to the byte, in or outside of a loop as
-    promised; a backend that widens 16-bit elements is allowed for. For the rest, all kinds over an axis together must
-    stay below the backend's known form of the promises, and the excess over the promises is reported. Sums of scalars
-    and the optimizer's own sums are shown and not held.
+    promised; a backend that widens 16-bit elements is allowed for. What the compiler manages must together stay below
+    the backend's known form of the promises, for the compiler moves bytes from one axis to another, and the excess of
+    each axis over its promises is reported. Sums of scalars and the optimizer's own sums are shown and not held.
 
     Args:
         program: of a whole train step, compiled on that mesh.
@@ -139,17 +138,23 @@ def hold(program: Program, promises: Iterable[PromisedCollective], mesh_shape: M
         by_key.setdefault((promise.axes, promise.kind, promise.loop if promise.exact else None), []).append(promise)
     order = {axis: index for index, axis in enumerate(mesh_shape.names)}
     keys = sorted({*by_key, *found}, key=lambda key: ([order[axis] for axis in key[0]], key[1], bool(key[2])))
-    rows = tuple(_row(key, by_key.get(key, []), found.get(key, []), exact_axes) for key in keys)
+    rows = tuple(_row(key, by_key.get(key, []), found.get(key, []), exact_axes, promises) for key in keys)
     return Contract(
         mesh=mesh_shape,
         rows=rows,
-        optimizer=tuple(_row(key, [], ours, set()) for key, ours in optimizer.items()),
+        optimizer=tuple(_row(key, [], ours, set(), ()) for key, ours in optimizer.items()),
         unattributed=tuple(unattributed),
         problems=(*_broken(rows), *_beyond(rows, promises), *(f"unattributed: {line}" for line in unattributed)),
     )
 
 
-def _row(key: _Key, promises: list[PromisedCollective], found: list[Collective], exact_axes: set[str]) -> Row:
+def _row(
+    key: _Key,
+    promises: list[PromisedCollective],
+    found: list[Collective],
+    exact_axes: set[str],
+    everything: tuple[PromisedCollective, ...],
+) -> Row:
     axes, kind, loop = key
     is_known = all(one.times_executed is not None for one in found)
     times = [(one.times_executed or 0, one) for one in found]
@@ -168,7 +173,9 @@ def _row(key: _Key, promises: list[PromisedCollective], found: list[Collective],
         what=tuple(dict.fromkeys(promise.what for promise in promises)),
         promised_arrays=sum(promise.count for promise in promises),
         promised_bytes=widened_bytes / 2 if widened else promised_bytes,
-        form_bytes=sum(promise.form_bytes for promise in promises),
+        form_bytes=sum(
+            one.form_bytes for one in everything if (one.axes, one.form_kind, is_exact) == (axes, kind, one.exact)
+        ),
         found_arrays=sum(count * len(one.operands) for count, one in times) if is_known else None,
         found_bytes=found_bytes,
         scalar_bytes=scalars,
@@ -190,21 +197,18 @@ def _broken(rows: tuple[Row, ...]) -> list[str]:
 
 
 def _beyond(rows: tuple[Row, ...], promises: tuple[PromisedCollective, ...]) -> list[str]:
-    """Axes that the compiler manages: more than the known form of their promises, or no reduction at all."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        if not row.exact:
-            groups.setdefault(row.axis, []).append(row)
+    """What the compiler manages: more than the known form of all its promises, or an axis without any reduction."""
+    managed = [row for row in rows if not row.exact]
+    known = sum(promise.form_bytes for promise in promises if not promise.exact)
+    found = sum(max((row.found_bytes or 0.0) - row.scalar_bytes, 0.0) for row in managed)
     problems = []
-    for axis, own in groups.items():
-        known = sum(promise.form_bytes for promise in promises if promise.axis == axis and not promise.exact)
-        found = math.fsum((row.found_bytes or 0.0) - row.scalar_bytes for row in own)
-        if found > known + 0.5:
-            problems.append(f"{axis}: {found:,.0f} bytes, and the known form of its promises has {known:,.0f}")
-        reduced = [row.found_bytes for row in own if row.kind in ("all-reduce", "reduce-scatter")]
-        if known and not any(reduced):
-            problems.append(f"{axis}: reductions were promised, and the program has none")
-    return problems
+    if found > known + 0.5:
+        over = ", ".join(dict.fromkeys(row.axis for row in managed))
+        problems.append(f"{over}: {found:,.0f} bytes, and the known form of their promises has {known:,.0f}")
+    reductions = ("all-reduce", "reduce-scatter")
+    reduced = {axis for row in managed if row.kind in reductions and row.found_bytes != 0 for axis in row.axes}
+    wanted = {axis for one in promises if not one.exact and one.kind in reductions for axis in one.axes}
+    return problems + [f"{axis}: reductions were promised, and there is none" for axis in sorted(wanted - reduced)]
 
 
 def _described(collective: Collective, reason: str) -> str:
@@ -217,4 +221,5 @@ def _cells(row: Row, what: str = "") -> tuple[str, ...]:
     found = "unknown" if row.found_bytes is None else f"{row.found_bytes:,.0f}"
     excess = "" if not row.excess_bytes else f"{row.excess_bytes:+,.0f}"
     promised = f"{row.promised_bytes:,.0f}{' x 2' if row.widened else ''}"
-    return (row.axis, f"{row.kind}{' (loop)' if row.loop else ''}", what or ", ".join(row.what), promised, found, excess)
+    kind, form = f"{row.kind}{' (loop)' if row.loop else ''}", "exact" if row.exact else f"{row.form_bytes:,.0f}"
+    return (row.axis, kind, what or ", ".join(row.what), promised, form, found, excess)

@@ -140,14 +140,17 @@ def _of_gradient(
     """Scattered over the axes that split the reduced gradient, then summed over the rest, the slow axis last."""
     kept = sum((split for split in _data_like(grad_spec, axes)), ())
     size = _local_elements(plan, entry.shape, grad_spec) * _degree(plan, kept)
+    whole = _whole_tables(plan, entry, grad_spec) if not in_force.exact else 1
     for split in _data_like(grad_spec, axes):
-        yield from in_force.make("split gradients", split, buffer_bytes=size * itemsize(wire), dtype=wire)
+        scattered = size * itemsize(wire)
+        yield from in_force.make("split gradients", split, buffer_bytes=scattered, dtype=wire, form_factor=whole)
         size //= _degree(plan, split)
     rest = tuple(axis for axis in axes if axis not in kept)
     apart = tuple(axis for axis in rest if in_force.alone("whole gradients", axis))
     together = tuple(axis for axis in rest if axis not in apart)
     for group in (together, *((axis,) for axis in apart)):
-        yield from in_force.make("whole gradients", group, buffer_bytes=size * itemsize(wire), dtype=wire)
+        summed = size * itemsize(wire)
+        yield from in_force.make("whole gradients", group, buffer_bytes=summed, dtype=wire, form_factor=whole)
     own = sum((split for split in _data_like(entry.spec, axes)), ())
     more = tuple(axis for axis in kept if axis not in own)
     size = _local_elements(plan, entry.shape, entry.spec) * itemsize(entry.dtype)
@@ -178,7 +181,14 @@ class _InForce:
         return promise is not None and promise.alone
 
     def make(
-        self, tensors: str, axes: tuple[str, ...], *, buffer_bytes: int, dtype: str, passes: int = 1
+        self,
+        tensors: str,
+        axes: tuple[str, ...],
+        *,
+        buffer_bytes: int,
+        dtype: str,
+        passes: int = 1,
+        form_factor: int = 1,
     ) -> Iterator[PromisedCollective]:
         """One collective over axes together, when their strategies promise it."""
         promise = next((self.promises[tensors][axis] for axis in axes if axis in self.promises.get(tensors, {})), None)
@@ -196,9 +206,15 @@ class _InForce:
             loop=promise.times == "microbatch" and self.plan.num_microbatches > 1,
             exact=self.exact,
             form_kind=form_kind,
-            form_bytes=form_bytes,
+            form_bytes=form_bytes * form_factor,
             widened_bytes=sent * (4 / itemsize(dtype) if itemsize(dtype) == 2 else 1),
         )
+
+
+def _whole_tables(plan: Plan, entry: Entry, grad_spec: P) -> int:
+    """How much larger the compiler's gradient of a vocabulary table is than its part: it adds up whole tables."""
+    split = axes_of(grad_spec[0]) if entry.names[:1] == ("vocab",) else ()
+    return _degree(plan, [axis for axis in split if axis not in DATA_LIKE])
 
 
 def _form(kind: str, sent: float) -> tuple[str, float]:
