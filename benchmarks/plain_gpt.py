@@ -131,7 +131,7 @@ def layer_norm(x: jax.Array, p: Params) -> jax.Array:
     squared = jnp.square(x)
     mean = x.mean(axis=-1)
     variance = jnp.maximum(0.0, squared.mean(axis=-1) - jnp.square(mean))
-    scale, bias = p["scale"][None, None, :], p["bias"][None, None, :]
+    scale, bias = p["scale"][None, None], p["bias"][None, None]
     return (x - mean[..., None]) * (jax.lax.rsqrt(variance[..., None] + 1e-5) * scale) + bias
 
 
@@ -140,17 +140,17 @@ def attention(x: jax.Array, p: Params, at: Layout) -> jax.Array:
 
     def heads(p: Params) -> jax.Array:
         y = jnp.einsum("bld,dhk->blhk", x, p["kernel"])
-        return at.put(y + p["bias"] if "bias" in p else y, at.batch, None, at.tensor, None)
+        return at.put(y + p["bias"][None, None] if "bias" in p else y, at.batch, None, at.tensor, None)
 
     y = jax.nn.dot_product_attention(heads(p["query"]), heads(p["key"]), heads(p["value"]), is_causal=True)
     y = at.put(y, at.batch, None, at.tensor, None)
-    return jnp.einsum("blhk,hkd->bld", y, p["out"]["kernel"]) + p["out"]["bias"]
+    return jnp.einsum("blhk,hkd->bld", y, p["out"]["kernel"]) + p["out"]["bias"][None, None]
 
 
 def mlp(x: jax.Array, p: Params, at: Layout) -> jax.Array:
     """Two matrix products with a gelu between."""
-    y = jax.nn.gelu(x @ p["up"]["kernel"] + p["up"]["bias"])
-    return at.put(y, at.batch, None, at.tensor) @ p["down"]["kernel"] + p["down"]["bias"]
+    y = jax.nn.gelu(x @ p["up"]["kernel"] + p["up"]["bias"][None, None])
+    return at.put(y, at.batch, None, at.tensor) @ p["down"]["kernel"] + p["down"]["bias"][None, None]
 
 
 def block(x: jax.Array, p: Params, at: Layout) -> jax.Array:

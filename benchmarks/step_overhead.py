@@ -39,6 +39,7 @@ COLUMNS: Final = {
     "prepare_cpu_seconds": ("prepare", "CPU s", 1),
     "temp_bytes": ("temporaries", "MiB", 2**20),
     "sent_bytes": ("sent", "MiB", 2**20),
+    "instructions": ("instructions", "1000", 1000),
 }
 LOSS_TOLERANCE: Final = 1e-5
 NUM_CHECKED_STEPS: Final = 2
@@ -75,7 +76,9 @@ def measure(
     weights, states = case.weights(), dict[str, Any]()
     for name, each in prepared.items():
         compiled = each.compile()
-        program = parse(compiled.as_text() or "")
+        text = compiled.as_text() or ""
+        program = parse(text)
+        found[name].values["instructions"] = [float(text.count(" = "))]
         found[name].values["temp_bytes"] = [read_memory(compiled).temp_bytes]
         found[name].values["sent_bytes"] = [totals(program.collectives).bytes_per_device or 0.0]
         found[name].collectives.update({k: (t.times_executed, t.bytes_per_device) for k, t in program.totals.items()})
@@ -84,7 +87,7 @@ def measure(
             state, metrics = each.step(state, batch)
             found[name].losses.append(float(metrics["loss"]))
         states[name] = state
-    _check_losses(found)
+    check_losses(found)
     for turn in range(rounds):
         note(f"{case.mesh}: step round {turn + 1} of {rounds}")
         for name in _rotated(variants, turn):
@@ -120,7 +123,8 @@ def _rotated(names: Sequence[str], turn: int) -> list[str]:
     return [*names[at:], *names[:at]]
 
 
-def _check_losses(found: dict[str, Measured]) -> None:
+def check_losses(found: dict[str, Measured]) -> None:
+    """Raises AssertionError unless all variants computed the losses of the hand-written one, and these fall."""
     reference = found[BASE].losses
     for name, each in found.items():
         assert np.allclose(each.losses, reference, rtol=0, atol=LOSS_TOLERANCE), (name, each.losses, reference)
