@@ -97,9 +97,10 @@ def parse_policy(text: "str | Policy", /) -> Policy:
             f"a remat policy is text, not {type(text).__name__}", fix=f"use one of {', '.join(PLAIN + NAMED)}"
         )
     kind, colon, listed = text.partition(":")
-    names = [name.strip() for name in listed.split(",")] if listed.strip() else []
+    parts = listed.split(",") if listed.strip() else []
+    names = [part.strip() for part in parts]
     if "" in names:
-        position = len(kind) + 1 + len(",".join(listed.split(",")[: names.index("")]))
+        position = len(kind) + 1 + sum(len(part) + 1 for part in parts[: names.index("")])
         raise ShardingError(f"remat policy: an empty name\n{caret(text, position)}", fix="remove the extra comma")
     if colon and not names and kind.strip() in PLAIN:
         raise ShardingError(f"remat policy: nothing after the colon\n{caret(text, len(kind))}", fix="remove the colon")
