@@ -45,9 +45,9 @@ def unused_donations(compiled: jax.stages.Compiled, /) -> tuple[UnusedDonation, 
     Args:
         compiled: what `jax.jit(..., donate_argnums=...).lower(...).compile()` returned.
     """
-    infos = jax.tree_util.tree_flatten_with_path(compiled.args_info)[0]
+    infos, structure = jax.tree_util.tree_flatten_with_path(compiled.args_info)
     # An argument that the program does not read has no sharding, and no number in the program.
-    places = jax.tree.leaves(compiled.input_shardings, is_leaf=lambda node: node is None)
+    places = structure.flatten_up_to(compiled.input_shardings)
     found = _ALIASES.search((compiled.as_text() or "").split("\n", 1)[0])
     reused = set(map(int, _PARAMETER.findall(found[1]))) if found else set()
     unused: list[UnusedDonation] = []

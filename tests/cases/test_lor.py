@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 import shardlib as sl
 from models import gpt, lora
 from shardlib import annotate
+from shardlib.audit.donation import check_donations
 from shardlib.optimizer_specs import resolve_state
 from shardlib.trainable import mask_from, split
 from shardlib.tree_paths import leaves_with_paths
@@ -102,6 +103,7 @@ def test_lor_02_state_for_adapters_alone(options):
     for batch in batches():
         state, metrics = trainer.step(state, batch)
         losses.append(float(metrics["loss"]))
+    check_donations(trainer.compiled)
     for path, leaf in leaves_with_paths(state.params):
         start = dict(leaves_with_paths(before))[path]
         assert (np.asarray(leaf).tobytes() == start.tobytes()) == ("lora" not in path), path
