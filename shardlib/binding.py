@@ -167,6 +167,7 @@ def bind(
             *batch.notices,
             *(notice for entry in activations for notice in notices_of(entry)),
             *_dead_rules(plan, named),
+            *_key_notices(),
         ),
     )
 
@@ -176,13 +177,14 @@ def _resolve_collections(boxed: Any, plan: Plan) -> Resolution | None:
     if boxed is None:
         return None
     lowering, why = plan.chosen_lowering
-    if lowering == "explicit" or plan.num_microbatches > 1 or plan.random_slices:
-        why = f"random_slices={plan.random_slices}" if lowering == "automatic" and plan.random_slices else why
+    if lowering == "explicit" or plan.cuts_batch:
+        why = plan.cuts_batch or f"explicit lowering, because {why}"
         paths = ", ".join(path for path, _ in leaves_with_paths(boxed)[:3])
         raise ShardingError(
             f"the loss updates state over the whole batch ({paths}, ...), and the plan cuts the batch ({why}): "
             "statistics of a part are not those of the batch",
-            fix="lowering=automatic with num_microbatches=1 and no random_slices; or normalise per example (LayerNorm)",
+            fix="lowering=automatic with num_microbatches=1, no random_slices and reduce_dtype=compute_dtype; or "
+            "normalise per example (LayerNorm)",
         )
     if not isinstance(boxed, dict):
         return resolve(boxed, plan.rules, plan.mesh)
@@ -239,6 +241,17 @@ def _dead_rules(plan: Plan, named: tuple[Entry, ...]) -> list[str]:
         f"rule {str(rule)!r} never fires: no array has the logical axis {rule.logical!r}{nearest(rule.logical, used)}"
         for rule in plan.rules.rules
         if rule.logical not in used and rule not in stock
+    ]
+
+
+def _key_notices() -> list[str]:
+    """What to say about keys whose draws depend on how they are batched and split; threefry's do not."""
+    kind = str(jax.eval_shape(lambda: jax.random.key(0)).dtype)
+    if kind == "key<fry>":
+        return []
+    return [
+        f"keys are {kind} (jax_default_prng_impl): what they draw depends on how it is batched and split, so initial "
+        "values and dropout may differ between layouts; those of threefry2x32 are equal on all"
     ]
 
 

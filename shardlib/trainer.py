@@ -126,7 +126,8 @@ class Trainer:
         if not _is_like(key, jax.ShapeDtypeStruct((), wanted)):
             raise ShardingError(
                 f"the key to initialise from is {_described(key)}, not one typed key {wanted}",
-                fix="use jax.random.key(0)",
+                fix="use jax.random.key(0); another generator is for jax_default_prng_impl to choose, and may draw "
+                "other values on other layouts",
             )
 
         def build(init_key: Any, run_key: Any, params: Any) -> TrainState:
