@@ -1,5 +1,6 @@
 """`shardlib schedule NAME ...`: a pipeline schedule on the terminal, as a picture, a table, a trace. Imports no JAX."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,6 +9,25 @@ import typer
 from shardlib.cli.output import CheckFailed, MissingDependency, note, print_json
 
 SYNTHESIZE = "synthesize"
+STAGES, MICROBATCHES = 4, 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the options say about the schedule itself; None where they say nothing."""
+
+    stages: int | None
+    microbatches: int | None
+    chunks: int | None
+    costs: Any
+    max_activations: float | None
+    prove: float | None
+
+    @property
+    def size(self) -> dict[str, int]:
+        """Stages and microbatches, with their defaults."""
+        stages = STAGES if self.stages is None else self.stages
+        return {"stages": stages, "microbatches": MICROBATCHES if self.microbatches is None else self.microbatches}
 
 
 def schedule(
@@ -28,6 +48,9 @@ def schedule(
     ] = "skip",
     compare: Annotated[bool, typer.Option("--compare", help="All schedules at this size, and which wins.")] = False,
     max_activations: Annotated[float | None, typer.Option(help="Limit on live activations per rank.")] = None,
+    prove: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help="With synthesize: prove or improve by integer programming.")
+    ] = None,
     svg: Annotated[Path | None, typer.Option(metavar="FILE", help="Gantt chart with the memory curve.")] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Chart and figures on one page.")] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="The table; it can be read back as NAME.")] = None,
@@ -40,71 +63,73 @@ def schedule(
     from shardlib.pipeline.costs import Costs
     from shardlib.pipeline.simulate import simulate
 
-    cost = Costs.parse(costs)
-    if max_activations is not None and not max_activations > 0:
-        raise ShardingError(f"--max-activations {max_activations:g} must be above 0", fix="--max-activations 4")
+    for option, number in (("--max-activations", max_activations), ("--prove", prove)):
+        if number is not None and not number > 0:
+            raise ShardingError(f"{option} {number:g} must be above 0", fix=f"{option} 4")
+    asked = Asked(
+        stages=stages,
+        microbatches=microbatches,
+        chunks=chunks,
+        costs=Costs.parse(costs),
+        max_activations=max_activations,
+        prove=prove,
+    )
+    files = {"svg": svg, "html": html, "csv": csv, "trace": trace}
     if compare:
-        if any(path is not None for path in (svg, html, csv, trace)):
-            raise ShardingError(
-                "--compare writes no files", fix="name one schedule with --svg, --html, --csv or --trace"
-            )
-        _compare(name, stages, microbatches, chunks, costs=cost, max_activations=max_activations, json=json)
+        _refuse_files(files)
+        _compare(name, asked, json=json)
         return
-    if name is None:
-        from shardlib.pipeline.schedules import ALL
+    table = _table(name, asked)
+    simulation = simulate(table, asked.costs, lockstep=lockstep, idle=idle)
+    _write(simulation, files)
+    _show(simulation, json=json)
+    peak = max(simulation.peak_activations)
+    if max_activations is not None and peak > max_activations:
+        limit = f"--max-activations {max_activations:g}"
+        raise CheckFailed(f"{table.name} needs {peak:g} live activations, more than {limit}")
 
-        names = ", ".join(entry.name for entry in ALL)
-        raise ShardingError(f"name a schedule: {names}, a .csv file, or {SYNTHESIZE}", fix="shardlib schedule 1f1b")
-    table = _table(name, stages, microbatches, chunks, costs=cost, max_activations=max_activations)
-    simulation = simulate(table, cost, lockstep=lockstep, idle=idle)
-    _write(simulation, svg=svg, html=html, csv=csv, trace=trace)
+
+def _show(simulation: Any, *, json: bool) -> None:
+    """The result on stdout."""
+    from shardlib.report.schedule_terminal import print_simulation
+
     if json:
         print_json(simulation.to_dict())
     else:
-        from shardlib.report.schedule_terminal import print_simulation
-
         print_simulation(simulation)
-    peak = max(simulation.peak_activations)
-    if max_activations is not None and peak > max_activations:
-        raise CheckFailed(
-            f"{table.name} needs {peak:g} live activations, more than --max-activations {max_activations:g}"
-        )
 
 
-def _table(
-    name: str,
-    stages: int | None,
-    microbatches: int | None,
-    chunks: int | None,
-    *,
-    costs: Any,
-    max_activations: float | None,
-) -> Any:
+def _table(name: str | None, asked: Asked) -> Any:
     """A schedule by name, from a file, or made for the costs."""
-    from shardlib.pipeline.schedules import build
+    from meshes.errors import ShardingError
+    from shardlib.pipeline.schedules import ALL, build
 
+    if name is None:
+        names = ", ".join(entry.name for entry in ALL)
+        raise ShardingError(f"name a schedule: {names}, a .csv file, or {SYNTHESIZE}", fix="shardlib schedule 1f1b")
+    if asked.prove is not None and name != SYNTHESIZE:
+        raise ShardingError(f"--prove goes with {SYNTHESIZE}, not with {name}", fix=f"shardlib schedule {SYNTHESIZE}")
     if name.endswith((".csv", ".json")) or "/" in name or Path(name).is_file():
-        return _read(Path(name), stages, microbatches, chunks)
-    stages, microbatches = 4 if stages is None else stages, 8 if microbatches is None else microbatches
+        return _read(Path(name), asked)
     if name != SYNTHESIZE:
-        return build(name, stages=stages, microbatches=microbatches, chunks=chunks)
-    return _synthesize(stages, microbatches, chunks, costs=costs, max_activations=max_activations)
+        return build(name, **asked.size, chunks=asked.chunks)
+    return _synthesize(asked)
 
 
-def _synthesize(
-    stages: int, microbatches: int, chunks: int | None, *, costs: Any, max_activations: float | None
-) -> Any:
+def _synthesize(asked: Asked) -> Any:
     from shardlib.pipeline.synthesize import synthesize
 
     try:
-        found = synthesize(costs, max_activations, stages=stages, microbatches=microbatches, chunks=chunks)
+        found = synthesize(
+            asked.costs, asked.max_activations, **asked.size, chunks=asked.chunks, prove_seconds=asked.prove
+        )
     except ImportError as error:
-        raise MissingDependency(f"{error}; pip install 'shardlib[planner]'") from None
+        raise MissingDependency(str(error)) from None
     note(found.explanation)
     return found.table
 
 
-def _read(path: Path, stages: int | None, microbatches: int | None, chunks: int | None) -> Any:
+def _read(path: Path, asked: Asked) -> Any:
     """A user's own table; sizes on the command line must be the file's."""
     from meshes.errors import ShardingError
     from shardlib.pipeline.table import Table
@@ -113,47 +138,34 @@ def _read(path: Path, stages: int | None, microbatches: int | None, chunks: int 
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise ShardingError(
-            f"cannot read {path}: {reason}", fix="a .csv file with one line per rank: F0,F1,B0,B1"
-        ) from None
+        fix = "a .csv file with one line per rank: F0,F1,B0,B1"
+        raise ShardingError(f"cannot read {path}: {reason}", fix=fix) from None
     table = Table.from_json(text) if path.suffix == ".json" else Table.parse(text, name=path.stem)
     for option, wanted, found in (
-        ("--stages", stages, table.num_ranks),
-        ("--microbatches", microbatches, table.num_microbatches),
-        ("--chunks", chunks, table.num_chunks),
+        ("--stages", asked.stages, table.num_ranks),
+        ("--microbatches", asked.microbatches, table.num_microbatches),
+        ("--chunks", asked.chunks, table.num_chunks),
     ):
         if wanted not in (None, found):
             raise ShardingError(f"{option} {wanted}, but {path} has {found}", fix=f"leave {option} out")
     return table
 
 
-def _compare(
-    name: str | None,
-    stages: int | None,
-    microbatches: int | None,
-    chunks: int | None,
-    *,
-    costs: Any,
-    max_activations: float | None,
-    json: bool,
-) -> None:
+def _compare(name: str | None, asked: Asked, *, json: bool) -> None:
+    """All schedules at one size, a table of the user's own among them if one is named."""
     from shardlib.pipeline.compare import compare
+    from shardlib.pipeline.schedules import ALL
     from shardlib.report.schedule_summary import comparison_dict, verdict
     from shardlib.report.schedule_terminal import print_comparison
 
-    extra = ()
-    if name is not None:
-        table = _table(name, stages, microbatches, chunks, costs=costs, max_activations=max_activations)
-        stages, microbatches = table.num_ranks, table.num_microbatches
-        extra = () if name == table.name else (table,)
-    stages, microbatches = 4 if stages is None else stages, 8 if microbatches is None else microbatches
+    table = None if name is None else _table(name, asked)
+    size = asked.size if table is None else {"stages": table.num_ranks, "microbatches": table.num_microbatches}
     found = compare(
-        stages=stages,
-        microbatches=microbatches,
-        chunks=chunks,
-        costs=costs,
-        max_activations=max_activations,
-        extra=extra,
+        **size,
+        chunks=asked.chunks,
+        costs=asked.costs,
+        max_activations=asked.max_activations,
+        extra=() if table is None or any(name == entry.name for entry in ALL) else (table,),
     )
     if json:
         print_json(comparison_dict(found))
@@ -163,25 +175,35 @@ def _compare(
         raise CheckFailed(verdict(found)[0])
 
 
-def _write(simulation: Any, *, svg: Path | None, html: Path | None, csv: Path | None, trace: Path | None) -> None:
+def _refuse_files(files: dict[str, Path | None]) -> None:
+    from meshes.errors import ShardingError
+
+    for option, path in files.items():
+        if path is not None:
+            raise ShardingError(
+                f"--compare writes no files, but --{option} is given", fix=f"name one schedule for --{option}"
+            )
+
+
+def _write(simulation: Any, files: dict[str, Path | None]) -> None:
     """The files asked for; says on stderr what was written."""
     from meshes.errors import ShardingError
     from shardlib.report.chrome_trace import chrome_trace
     from shardlib.report.gantt import gantt
     from shardlib.report.schedule_page import schedule_page
 
-    makers = (
-        (svg, gantt),
-        (html, schedule_page),
-        (csv, lambda simulation: simulation.table.to_csv()),
-        (trace, chrome_trace),
-    )
-    for path, make in makers:
+    makers = {
+        "svg": gantt,
+        "html": schedule_page,
+        "csv": lambda simulation: simulation.table.to_csv(),
+        "trace": chrome_trace,
+    }
+    for option, make in makers.items():
+        path = files[option]
         if path is not None:
             try:
                 path.write_text(make(simulation), encoding="utf-8")
             except OSError as error:
-                raise ShardingError(
-                    f"cannot write {path}: {error.strerror}", fix="a file in a folder that exists"
-                ) from None
+                fix = "a file in a folder that exists"
+                raise ShardingError(f"cannot write {path}: {error.strerror}", fix=fix) from None
             note(f"wrote {path}")

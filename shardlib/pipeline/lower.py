@@ -52,8 +52,10 @@ def lower(
         else choose_ticks(table, costs or Costs(), idle=idle, max_activations=max_activations)
     )
     kinds = [kind for kind in KINDS if any(key[0] == kind for key in graph.keys)]
-    work = tuple(_work(kind, graph, ticks) for kind in kinds)
-    buffers = tuple(_buffer(name, graph, ticks, kinds=kinds) for name in READERS if name != "stash" or INPUT in kinds)
+    work = tuple(_work(kind, graph, ticks=ticks) for kind in kinds)
+    buffers = tuple(
+        _buffer(name, graph, ticks=ticks, kinds=kinds) for name in READERS if name != "stash" or INPUT in kinds
+    )
     lowered = Lowered(ticks=ticks, work=work, buffers=buffers)
     check(lowered)
     return lowered
@@ -68,7 +70,7 @@ def _grid(ticks: Ticks, entries: Iterator[tuple[int, int, int]]) -> Grid:
     return tuple(map(tuple, rows))
 
 
-def _work(kind: str, graph: Graph, ticks: Ticks) -> Work:
+def _work(kind: str, graph: Graph, *, ticks: Ticks) -> Work:
     chunk_of = [ticks.table.placement.chunk(stage) for stage in range(len(ticks.table.placement.ranks))]
 
     def entries(number: Callable[[int, int], int]) -> Grid:
@@ -86,14 +88,14 @@ def _work(kind: str, graph: Graph, ticks: Ticks) -> Work:
     )
 
 
-def _buffer(name: str, graph: Graph, ticks: Ticks, *, kinds: list[str]) -> Buffer:
+def _buffer(name: str, graph: Graph, *, ticks: Ticks, kinds: list[str]) -> Buffer:
     """Lifetimes of a buffer's values, their slots, and the grids of who writes and reads them."""
     placement, last = ticks.table.placement, len(ticks.table.placement.ranks) - 1
     at = {key: ticks.ticks[index] for index, key in enumerate(graph.keys)}
     writers: dict[tuple[int, int], tuple[str, int, int]] = {}
     lifetimes: dict[tuple[int, int], tuple[int, int]] = {}
     for kind, stage, microbatch in graph.keys:
-        for target, arrives in values_written(name, kind, stage, last=last):
+        for target, arrives in values_written(name, kind, stage=stage, last=last):
             tick, value = at[kind, stage, microbatch], (target, microbatch)
             number = channel_index(ticks.channels, placement, kind=kind, stage=stage) if arrives else None
             by = kind if number is None else ticks.channels[number].name

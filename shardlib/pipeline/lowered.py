@@ -129,7 +129,7 @@ class Lowered:
         return {name: np.asarray(grid, dtype=np.int32) for name, grid in grids.items()}
 
 
-def values_written(name: str, kind: str, stage: int, *, last: int) -> Iterator[tuple[int, bool]]:
+def values_written(name: str, kind: str, *, stage: int, last: int) -> Iterator[tuple[int, bool]]:
     """What one action writes into a buffer: (virtual stage the value belongs to, whether it comes as a message).
 
     Args:

@@ -61,7 +61,7 @@ class _Run:
                 cells.append((self.placement.stage(rank, chunk=chunk), microbatch))
         return cells
 
-    def readers(self, name: str, stage: int, microbatch: int) -> set[str]:
+    def readers(self, name: str, *, stage: int, microbatch: int) -> set[str]:
         """Who will read a value: the kinds its backward is split into, minus an F that made it itself."""
         kinds = {FORWARD, INPUT, WEIGHT} if (stage, microbatch) in self.split else {FORWARD, BACKWARD}
         own = {FORWARD} if name == "saved_input" and stage == 0 else set[str]()
@@ -70,7 +70,9 @@ class _Run:
     def read(self, buffer: Buffer, kind: str, *, stage: int, microbatch: int, tick: int) -> None:
         rank, where = self.placement.ranks[stage], f"tick {tick}: {kind} of {microbatch} on stage {stage}"
         slots = self.access.get((buffer.name, "read", kind))
-        wanted = kind in self.readers(buffer.name, stage, microbatch) and not (buffer.name == "input" and stage == 0)
+        wanted = kind in self.readers(buffer.name, stage=stage, microbatch=microbatch) and not (
+            buffer.name == "input" and stage == 0
+        )
         if not wanted:
             assert slots is None or slots[tick][rank] == NOTHING, f"{where} reads {buffer.name} for nothing"
             return
@@ -94,7 +96,7 @@ class _Run:
         old = self.slots.get((buffer.name, rank, slot))
         free = old is None or (old.until is not None and old.until < since)
         assert free, f"{where}, slot {slot}, over a value still needed: {old}"
-        readers = self.readers(buffer.name, stage, microbatch)
+        readers = self.readers(buffer.name, stage=stage, microbatch=microbatch)
         self.slots[buffer.name, rank, slot] = _Value(stage=stage, microbatch=microbatch, readers=readers, since=since)
 
     def act(self, kind: str, *, stage: int, microbatch: int, tick: int) -> None:
@@ -102,7 +104,7 @@ class _Run:
         self.done[kind, stage, microbatch] += 1
         for buffer in self.lowered.buffers:
             self.read(buffer, kind, stage=stage, microbatch=microbatch, tick=tick)
-            for target, arrives in values_written(buffer.name, kind, stage, last=self.last):
+            for target, arrives in values_written(buffer.name, kind, stage=stage, last=self.last):
                 if not arrives:
                     self.write(buffer, kind, stage=target, microbatch=microbatch, tick=tick, since=tick)
 
@@ -115,7 +117,7 @@ class _Run:
             f"tick {tick}: the permute {self.lowered.channels[number]} is off"
         )
         for buffer in self.lowered.buffers:
-            for target, arrives in values_written(buffer.name, kind, stage, last=self.last):
+            for target, arrives in values_written(buffer.name, kind, stage=stage, last=self.last):
                 if arrives:
                     by = self.lowered.channels[number].name
                     self.write(buffer, by, stage=target, microbatch=microbatch, tick=tick, since=tick + 1)

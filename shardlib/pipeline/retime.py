@@ -9,7 +9,7 @@ where the original was not, and legal again; its makespan may or may not be bett
 import heapq
 
 from shardlib.pipeline.costs import Times
-from shardlib.pipeline.graph import Graph, build_graph
+from shardlib.pipeline.graph import build_graph
 from shardlib.pipeline.simulate import free_spans
 from shardlib.pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Table, action
 
@@ -40,14 +40,14 @@ def retime(table: Table, times: Times, *, limit: int | None, careful: bool) -> T
         limit: on live activations per rank, in the sizes of `times`.
         careful: only overtake if that ends before the overtaken action would have started.
     """
-    graph = build_graph(table)
-    return _Run(table, graph, times, limit=limit, careful=careful).run()
+    return _Run(table, times, limit=limit, careful=careful).run()
 
 
 class _Run:
     """One pass over a table, event after event."""
 
-    def __init__(self, table: Table, graph: Graph, times: Times, *, limit: int | None, careful: bool):
+    def __init__(self, table: Table, times: Times, *, limit: int | None, careful: bool):
+        graph = build_graph(table)
         self.table, self.graph, self.times, self.limit, self.careful = table, graph, times, limit, careful
         self.before = free_spans(graph, times)
         self.left = [list(graph.row(rank)) for rank in range(table.num_ranks)]

@@ -89,7 +89,7 @@ class _Problem:
             if weights < inputs:
                 yield stage, 2
 
-    def bound(self, counts: Counts, free: tuple[int, ...], arrivals: tuple[tuple[int, ...], ...]) -> int:
+    def bound(self, counts: Counts, free: tuple[int, ...], *, arrivals: tuple[tuple[int, ...], ...]) -> int:
         """No schedule that goes on from here ends earlier."""
         left, passing = list(free), list(free)
         arrival = 0
@@ -119,7 +119,7 @@ class _Problem:
         """Whether a rank has not begun."""
         return all(counts[3 * stage] == 0 for stage in range(self.stages) if self.ranks[stage] == rank)
 
-    def step(self, counts: Counts, label: _Label, stage: int, kind: int) -> tuple[Counts, _Label]:
+    def step(self, counts: Counts, label: _Label, *, stage: int, kind: int) -> tuple[Counts, _Label]:
         """The state after one more operation, each begun as early as it can."""
         rank, base = self.ranks[stage], 3 * stage
         start, arrivals = label.free[rank], list(label.arrivals)
@@ -140,7 +140,7 @@ class _Problem:
                         arrivals[number] = tuple(max(time, end) for time in arrivals[number])
         after = (*counts[: base + kind], counts[base + kind] + 1, *counts[base + kind + 1 :])
         waits = tuple(arrivals)
-        bound = max(label.bound, self.bound(after, free, waits))
+        bound = max(label.bound, self.bound(after, free, arrivals=waits))
         return after, _Label(free, waits, bound, (stage, kind), label)
 
 
@@ -173,7 +173,7 @@ def search(
             steps = list(problem.steps(counts))
             for label in labels:
                 for stage, kind in steps:
-                    after, new = problem.step(counts, label, stage, kind)
+                    after, new = problem.step(counts, label, stage=stage, kind=kind)
                     if new.bound < beat:
                         _keep(following.setdefault(after, []), new)
         total = sum(map(len, following.values()))

@@ -14,7 +14,7 @@ from typing import Any
 from meshes.errors import ShardingError
 from shardlib.pipeline.costs import Costs, Times
 from shardlib.pipeline.graph import Graph, build_graph
-from shardlib.pipeline.table import BACKWARD, FORWARD, INPUT, Table
+from shardlib.pipeline.table import FORWARD, Table
 from shardlib.pipeline.ticks import MASK, SKIP, Ticks, assign_ticks, choose_ticks, tick_order, tick_spans
 from shardlib.pipeline.verify import legal_graph
 
@@ -126,7 +126,7 @@ def simulate(
     if not lockstep:
         return _summary(table, costs, graph=graph, times=times, spans=free_spans(graph, times), ticks=None, idle=idle)
     ticks = assign_ticks(table, form=form) if form else choose_ticks(table, costs, idle=idle)
-    spans = tick_spans(ticks, graph, times, idle=idle)
+    spans = tick_spans(ticks, graph, times=times, idle=idle)
     return _summary(table, costs, graph=graph, times=times, spans=spans, ticks=ticks, idle=idle)
 
 
@@ -153,11 +153,7 @@ def memory_steps(simulation: Simulation, rank: int) -> list[tuple[float, float]]
     changes = list[tuple[float, int]]()
     for index, (start, end) in zip(graph.row(rank), simulation.spans[rank]):
         kind, stage, _ = graph.keys[index]
-        if kind == FORWARD:
-            changes.append((start, times.activation[stage]))
-        else:
-            kept = times.stash[stage]
-            changes.append((end, {BACKWARD: 0, INPUT: kept}.get(kind, 0) - _held(times, kind, stage)))
+        changes.append((start if kind == FORWARD else end, _both(times, kind, stage=stage)))
     curve, live = [(0.0, 0.0)], 0
     for time, change in sorted(changes):
         live += change
@@ -165,10 +161,6 @@ def memory_steps(simulation: Simulation, rank: int) -> list[tuple[float, float]]
             curve.pop()
         curve.append((time, live / times.size_scale))
     return curve
-
-
-def _held(times: Times, kind: str, stage: int) -> int:
-    return times.stash[stage] if kind == "W" else times.activation[stage]
 
 
 def _summary(
@@ -210,26 +202,24 @@ def _summary(
     )
 
 
-def _both(times: Times, kind: str, stage: int) -> int:
-    return _live(times, kind, stage) + _stashed(times, kind, stage)
+def _both(times: Times, kind: str, *, stage: int) -> int:
+    return _live(times, kind, stage=stage) + _stashed(times, kind, stage=stage)
 
 
-def _live(times: Times, kind: str, stage: int) -> int:
+def _live(times: Times, kind: str, *, stage: int) -> int:
     return {"F": times.activation[stage], "W": 0}.get(kind, -times.activation[stage])
 
 
-def _stashed(times: Times, kind: str, stage: int) -> int:
+def _stashed(times: Times, kind: str, *, stage: int) -> int:
     return {"I": times.stash[stage], "W": -times.stash[stage]}.get(kind, 0)
 
 
-def _peaks(
-    graph: Graph, times: Times, *, order: list[list[int]], count: Callable[[Times, str, int], int]
-) -> tuple[float, ...]:
+def _peaks(graph: Graph, times: Times, *, order: list[list[int]], count: Callable[..., int]) -> tuple[float, ...]:
     peaks = []
     for row in order:
         live = peak = 0
         for index in row:
-            live += count(times, *graph.keys[index][:2])
+            live += count(times, graph.keys[index][0], stage=graph.keys[index][1])
             peak = max(peak, live)
         peaks.append(peak / times.size_scale)
     return tuple(peaks)

@@ -1,40 +1,35 @@
-"""A schedule made for given costs and a limit on live activations.
+"""A schedule made for given costs and a limit on live activations, proved the fastest there is at small sizes.
 
-In: `Costs`, a limit, a size. Out: `Synthesis`: a table at least as fast as every schedule of the catalogue that fits
-the limit, and at small sizes proved to be the fastest there is.
-
-It takes the catalogue, the families behind it at other limits (`families`), reorders the best of them for the costs
-(`retime`), and searches (`search`): exactly where that is affordable, with a beam elsewhere.
+In: `Costs`, a limit, a size. Out: `Synthesis`, never slower than a schedule of the catalogue that fits. It takes the
+catalogue and its families at other limits, reorders the best for the costs (`retime`), searches (`search`) and, where
+asked, proves (`integer_program`).
 
     synthesize(Costs.parse("F=1,B=2,W=1,link=0.2"), 3, stages=4, microbatches=8).table
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
 from meshes.errors import ShardingError
+from shardlib.pipeline.candidates import NAME, catalogue, families, one_by_one
 from shardlib.pipeline.costs import Costs, Times
 from shardlib.pipeline.graph import build_graph
+from shardlib.pipeline.integer_program import solve
 from shardlib.pipeline.placement import Placement
 from shardlib.pipeline.retime import retime, split
-from shardlib.pipeline.schedules import ALL, split_backward
-from shardlib.pipeline.schedules.building_block import block_offsets, block_rows, squeeze
+from shardlib.pipeline.schedules import ALL
 from shardlib.pipeline.search import search
 from shardlib.pipeline.simulate import free_spans
-from shardlib.pipeline.table import FORWARD, INPUT, WEIGHT, Action, Table, action
+from shardlib.pipeline.table import Table
 from shardlib.pipeline.ticks import live_activations
 from shardlib.pipeline.verify import verify
 
-NAME: Final = "synthesized"
 EFFORT: Final = 500_000
 EXACT_ACTIONS: Final = 36
 BEAM_ACTIONS: Final = 400
 UNBOUNDED: Final = 1 << 30
 STATE_COST: Final = 60
 """One state of the search costs about as much time as simulating so many actions."""
-MOST_CHUNKS: Final = 4
-HOPS: Final = ((1, 1, 1, 1), (2, 1, 2, 1), (2, 2, 2, 2), (3, 1, 3, 1), (1, 3, 1, 3), (2, 1, 2, 2))
 RETIMED: Final = 6
 
 
@@ -113,6 +108,7 @@ def synthesize(
     microbatches: int,
     chunks: int | None = None,
     effort: int = EFFORT,
+    prove_seconds: float | None = None,
 ) -> Synthesis:
     """Makes a schedule for these costs within this limit.
 
@@ -124,12 +120,15 @@ def synthesize(
         chunks: virtual stages per rank; by default whatever is fastest.
         effort: how many actions to simulate before the best so far is good enough; the result depends on it, not
             on the clock.
+        prove_seconds: seconds for an integer program to prove or improve what was found, for sizes where searching
+            does not prove it; needs scipy. None: no integer program.
 
     Returns:
         The schedule; free-running, it is never slower than one of the catalogue with those chunks that fits.
 
     Raises:
         ShardingError: nothing fits the limit (the least that would is named), or a size below 1.
+        ImportError: `prove_seconds` without scipy; the message is the install line.
 
     Example:
         >>> synthesize(max_activations=2, stages=2, microbatches=4).makespan
@@ -139,26 +138,14 @@ def synthesize(
     if chunks is not None and chunks < 1:
         raise ShardingError(f"chunks={chunks} must be at least 1", fix="chunks=1, or leave it out")
     pool = _Pool(costs or Costs(), max_activations, effort=effort)
-    for origin, table in _catalogue(stages, microbatches, chunks):
-        pool.add(table, origin=origin)
-    fitting = pool.best()
-    for placement in _placements(stages, chunks):
-        pool.add(_one_by_one(placement, microbatches), origin="one microbatch after another")
-    known = fitting[0] if fitting else None
-    for number in (1, 2):
-        if chunks in (None, number):
-            share = pool.effort - effort // 4
-            for origin, table in _families(stages, microbatches, number, max_activations=max_activations):
-                pool.add(table, origin=origin)
-                if pool.effort < share:
-                    break
-    if not pool.found:
-        raise ShardingError(
-            f"max_activations={max_activations:g}: no schedule of {stages} stages fits",
-            fix=f"max_activations={pool.least:g} or more",
-        )
+    known = _fill(pool, stages=stages, microbatches=microbatches, chunks=chunks)
     _retime_best(pool)
-    proofs = [_search(pool, placement, microbatches) for placement in _placements(stages, chunks)]
+    placements = _placements(stages, chunks=chunks)
+    proofs = [_search(pool, placement, microbatches=microbatches) for placement in placements]
+    if prove_seconds is not None and not all(proofs):
+        unproved = [placement for placement, proof in zip(placements, proofs) if not proof]
+        share = prove_seconds / len(unproved)
+        proofs = [_prove(pool, placement, microbatches=microbatches, seconds=share) for placement in unproved]
     proved, best = all(proofs), pool.best()[0]
     table = Table(name=NAME, placement=best.table.placement, rows=best.table.rows)
     verify(table, microbatches=microbatches)
@@ -179,46 +166,30 @@ def synthesize(
     )
 
 
-def _catalogue(stages: int, microbatches: int, chunks: int | None) -> Iterator[tuple[str, Table]]:
-    for schedule in ALL:
-        for count in range(1, MOST_CHUNKS + 1) if chunks is None else (chunks,):
-            if schedule.why_not(stages=stages, chunks=count, microbatches=microbatches) is None:
-                yield schedule.name, schedule.table(stages=stages, chunks=count, microbatches=microbatches)
+def _fill(pool: _Pool, *, stages: int, microbatches: int, chunks: int | None) -> _Candidate | None:
+    """Fills the pool; returns the best of the catalogue that fits.
 
-
-def _one_by_one(placement: Placement, microbatches: int) -> Table:
-    """Every microbatch through the whole model and back before the next: slow, and no order holds less."""
-    rows: list[list[Action]] = [[] for _ in range(placement.num_ranks)]
-    for microbatch in range(microbatches):
-        for stage, rank in enumerate(placement.ranks):
-            rows[rank].append(action(FORWARD, microbatch, chunk=placement.chunk(stage)))
-        for stage, rank in reversed(list(enumerate(placement.ranks))):
-            rows[rank] += [action(kind, microbatch, chunk=placement.chunk(stage)) for kind in (INPUT, WEIGHT)]
-    return Table(name=NAME, placement=placement, rows=tuple(map(tuple, rows)))
-
-
-def _families(
-    stages: int, microbatches: int, chunks: int, *, max_activations: float | None
-) -> Iterator[tuple[str, Table]]:
-    """The constructions behind the catalogue at other limits, the highest that may fit first."""
-    most = stages + 1 if max_activations is None else min(int(max_activations) + 1, 3 * stages)
-    if chunks == 1:
-        for limit in range(min(microbatches, 2 * most), 0, -1):
-            for slope in (1, 2, 3):
-                warm_ups = [min(limit, 1 + slope * (stages - 1 - rank)) for rank in range(stages)]
-                rows = split_backward(name=NAME, warm_ups=warm_ups, limits=[limit] * stages, microbatches=microbatches)
-                yield f"split backward, {limit} alive", rows
-    if chunks == 2:
-        top = 2 * min(microbatches, most)
-        for limit in sorted({top, top - 1, top - 2, 3 * top // 4, top // 2, 2}, reverse=True):
-            for hops in HOPS:
-                offsets = block_offsets(stages, hops=hops)
-                if offsets is None:
-                    continue
-                squeezed = squeeze(block_rows(offsets, microbatches=microbatches), limit=limit, strict=False)
-                if squeezed is not None:
-                    table = Table(name=NAME, placement=Placement.v_shape(stages), rows=tuple(squeezed))
-                    yield f"V block {'-'.join(map(str, hops))}, {limit / 2:g} alive", table
+    Raises:
+        ShardingError: nothing fits.
+    """
+    for origin, table in catalogue(stages=stages, microbatches=microbatches, chunks=chunks):
+        pool.add(table, origin=origin)
+    known = next(iter(pool.best()), None)
+    for placement in _placements(stages, chunks=chunks):
+        pool.add(one_by_one(placement, microbatches=microbatches), origin="one microbatch after another")
+    limit, whole = pool.max_activations, pool.effort
+    for number in (1, 2) if chunks is None else (chunks,):
+        spare = pool.effort - whole // 4
+        for origin, table in families(stages=stages, microbatches=microbatches, chunks=number, max_activations=limit):
+            pool.add(table, origin=origin)
+            if pool.effort < spare:
+                break
+    if not pool.found:
+        raise ShardingError(
+            f"max_activations={limit:g}: no schedule of {stages} stages fits",
+            fix=f"max_activations={pool.least:g} or more",
+        )
+    return known
 
 
 def _retime_best(pool: _Pool) -> None:
@@ -241,13 +212,13 @@ def _retimed(origin: str) -> str:
     return origin if origin.endswith("retimed") else f"{origin}, retimed"
 
 
-def _placements(stages: int, chunks: int | None) -> list[Placement]:
+def _placements(stages: int, *, chunks: int | None) -> list[Placement]:
     if chunks is None:
         return [Placement.loop(stages), Placement.v_shape(stages)]
     return [Placement.v_shape(stages, chunks=chunks)]
 
 
-def _search(pool: _Pool, placement: Placement, microbatches: int) -> bool:
+def _search(pool: _Pool, placement: Placement, *, microbatches: int) -> bool:
     """Looks for something faster still; says whether it is proved that there is nothing faster."""
     times = pool.costs.times(placement)
     actions = 3 * len(placement.ranks) * microbatches
@@ -260,3 +231,18 @@ def _search(pool: _Pool, placement: Placement, microbatches: int) -> bool:
     if found.rows is not None:
         pool.add(Table(name=NAME, placement=placement, rows=found.rows), origin="search")
     return found.proved
+
+
+def _prove(pool: _Pool, placement: Placement, *, microbatches: int, seconds: float) -> bool:
+    """The same by an integer program. Its rows count only as simulated: exactly, whatever its rounding."""
+    times = pool.costs.times(placement)
+    best = pool.best()[0]
+    known = -(-best.makespan * times.scale // best.scale)
+    # On another placement than the best one's, `known` may be impossible: then the program has no solution.
+    solved = solve(placement, times, microbatches=microbatches, limit=pool.limit(times), known=known, seconds=seconds)
+    if solved.rows is not None:
+        table = Table(name=NAME, placement=placement, rows=solved.rows)
+        if build_graph(table).complete:
+            pool.add(table, origin="integer program")
+    best = pool.best()[0]
+    return solved.at_least * best.scale >= best.makespan * times.scale

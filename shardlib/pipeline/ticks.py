@@ -127,7 +127,7 @@ def choose_ticks(table: Table, costs: Costs, *, idle: str = SKIP, max_activation
         ticks = assign_ticks(table, form=form)
         order = tick_order(graph, ticks)
         peak = max(live_activations(graph, times, order=order))
-        found.append((max(end for _, end in tick_spans(ticks, graph, times, idle=idle)), peak, form, ticks))
+        found.append((max(end for _, end in tick_spans(ticks, graph, times=times, idle=idle)), peak, form, ticks))
     limit = None if max_activations is None else max_activations * times.size_scale
     fits = [choice for choice in found if limit is None or choice[1] <= limit]
     if not fits:
@@ -164,7 +164,7 @@ def live_activations(graph: Graph, times: Times, *, order: list[list[int]]) -> l
     return peaks
 
 
-def tick_spans(ticks: Ticks, graph: Graph, times: Times, *, idle: str = SKIP) -> list[tuple[int, int]]:
+def tick_spans(ticks: Ticks, graph: Graph, *, times: Times, idle: str = SKIP) -> list[tuple[int, int]]:
     """(start, end) of every operation in lockstep.
 
     A tick ends for all ranks at once: when the slowest rank is done and every permute of the tick has been
@@ -176,7 +176,7 @@ def tick_spans(ticks: Ticks, graph: Graph, times: Times, *, idle: str = SKIP) ->
     for rank, row in enumerate(tick_order(graph, ticks)):
         for index in row:
             work[ticks.ticks[index]].append((rank, index))
-    masked = _masked_work(ticks, graph, times) if idle == MASK else [[0, 0, 0]] * num_ranks
+    masked = _masked_work(graph, times, num_ranks=num_ranks) if idle == MASK else [[0, 0, 0]] * num_ranks
     spans: list[tuple[int, int]] = [(0, 0)] * len(keys)
     tick_start = 0
     for tick in range(ticks.num_ticks):
@@ -202,9 +202,9 @@ def sends_message(placement: Placement, *, kind: str, stage: int) -> bool:
     return kind != WEIGHT and 0 <= there < len(placement.ranks) and placement.ranks[there] != placement.ranks[stage]
 
 
-def _masked_work(ticks: Ticks, graph: Graph, times: Times) -> list[list[int]]:
+def _masked_work(graph: Graph, times: Times, *, num_ranks: int) -> list[list[int]]:
     """What one masked tick costs each rank, per place in the tick: the dearest chunk of every kind it has."""
-    dearest = [[0, 0, 0] for _ in range(ticks.table.num_ranks)]
+    dearest = [[0, 0, 0] for _ in range(num_ranks)]
     for rank, (kind, stage, _) in zip(graph.ranks, graph.keys):
         place = IN_TICK[kind]
         dearest[rank][place] = max(dearest[rank][place], times.of(kind)[stage])

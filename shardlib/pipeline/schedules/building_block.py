@@ -88,7 +88,7 @@ def squeeze(rows: list[list[Action]], *, limit: int, strict: bool = True) -> lis
     while any(left):
         started = []
         for rank, row in enumerate(left):
-            pick = _next_action(row, stage_of[rank], ends, live=live[rank], limit=limit)
+            pick = _next_action(row, stage_of[rank], ends=ends, live=live[rank], limit=limit)
             if pick is not None:
                 cell = row.pop(pick)
                 live[rank] += _change(cell)
@@ -103,7 +103,7 @@ def squeeze(rows: list[list[Action]], *, limit: int, strict: bool = True) -> lis
 
 
 def _next_action(
-    row: list[Action], stages: list[int], ends: dict[tuple[str, int, int], int], *, live: int, limit: int
+    row: list[Action], stages: list[int], *, ends: dict[tuple[str, int, int], int], live: int, limit: int
 ) -> int | None:
     """The first of the row that can run now: the next of its kind and chunk, its inputs there, memory for it."""
     last = stages[0] + stages[1]

@@ -134,6 +134,7 @@ def test_synthesize_by_name():
         (["no.csv"], "cannot read no.csv: No such file or directory"),
         (["1f1b", "--svg", "/no/such/folder/a.svg"], "cannot write /no/such/folder/a.svg: No such file or directory"),
         (["1f1b", "--max-activations", 0], "--max-activations 0 must be above 0"),
+        (["zb_h1", "--prove", 5], "--prove goes with synthesize, not with zb_h1"),
         (["--compare", "--svg", "a.svg"], "--compare writes no files"),
         (["synthesize", "--max-activations", 0.25], "fix: max_activations=1 or more"),
     ],
@@ -195,6 +196,16 @@ def in_a_terminal(arguments, **environment):
     os.close(master)
     assert process.wait() == 0
     return output.decode()
+
+
+def test_a_missing_scipy_is_exit_status_3_with_its_install_line():
+    code = (
+        "import sys; sys.modules['scipy'] = sys.modules['scipy.optimize'] = None; from shardlib.cli.app import main; "
+    )
+    code += "sys.argv[1:] = ['schedule', 'synthesize', '--prove', '1', '--max-activations', '2']; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 3
+    assert done.stderr == "error: integer programming needs scipy: pip install 'shardlib[planner]'\n"
 
 
 def test_colour_on_a_terminal_and_never_under_no_color():

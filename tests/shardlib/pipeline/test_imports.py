@@ -25,8 +25,8 @@ SCHEDULES = tuple(
 PIPELINE = tuple(
     f"shardlib.pipeline.{name}"
     for name in (
-        *("compare", "costs", "graph", "lower", "lowered", "placement", "prove", "retime", "search", "simulate"),
-        *("slots", "synthesize", "table", "ticks", "verify"),
+        *("candidates", "compare", "costs", "graph", "integer_program", "lower", "lowered", "placement", "prove"),
+        *("retime", "search", "simulate", "slots", "synthesize", "table", "ticks", "verify"),
     )
 )
 

@@ -1,6 +1,8 @@
 """Synthesis: equal to brute force where that is possible, never worse than the catalogue, quick where it is large."""
 
 import random
+import subprocess
+import sys
 import time
 from fractions import Fraction
 
@@ -8,10 +10,15 @@ import pytest
 
 from meshes.errors import ShardingError
 from shardlib.pipeline.costs import Costs
+from shardlib.pipeline.graph import build_graph
+from shardlib.pipeline.integer_program import solve
+from shardlib.pipeline.placement import Placement
 from shardlib.pipeline.retime import retime, split
 from shardlib.pipeline.schedules import ALL, build
-from shardlib.pipeline.simulate import simulate
+from shardlib.pipeline.simulate import free_spans, simulate
 from shardlib.pipeline.synthesize import synthesize
+from shardlib.pipeline.table import Table
+from shardlib.pipeline.ticks import live_activations
 from shardlib.pipeline.verify import verify
 
 
@@ -141,6 +148,67 @@ def test_16_stages_and_64_microbatches_take_less_than_30_seconds():
     assert time.process_time() - start < 30
     assert found.peak_activations <= 10
     assert found.makespan < simulate(build("v_half", stages=16, microbatches=64), costs).makespan
+
+
+@pytest.mark.parametrize("costs", COSTS, ids=range(len(COSTS)))
+@pytest.mark.parametrize(("stages", "microbatches", "limit"), [(2, 3, 2), (3, 3, 2)])
+def test_the_integer_program_equals_brute_force(costs, stages, microbatches, limit):
+    costs = costs | {"times": [kind[:stages] for kind in costs["times"]]}
+    forward, input_part, weight = costs["times"]
+    times = Costs(
+        forward=tuple(forward),
+        backward=tuple(a + b for a, b in zip(input_part, weight)),
+        weight=tuple(weight),
+        link=costs["link"],
+        stash=costs["stash"],
+    ).times(Placement.loop(stages))
+    best = brute_force(costs, limit, stages=stages, microbatches=microbatches) * times.scale
+    solved = solve(
+        Placement.loop(stages),
+        times,
+        microbatches=microbatches,
+        limit=limit * times.size_scale,
+        known=best + 7,
+        seconds=60,
+    )
+    table = Table(name="solved", placement=Placement.loop(stages), rows=solved.rows or ())
+    graph = build_graph(table)
+    assert graph.complete and max(end for _, end in free_spans(graph, times)) == best == solved.at_least
+    assert (
+        max(live_activations(graph, times, order=[list(graph.row(r)) for r in range(stages)]))
+        <= limit * times.size_scale
+    )
+    impossible = solve(
+        Placement.loop(stages),
+        times,
+        microbatches=microbatches,
+        limit=limit * times.size_scale,
+        known=best - 1,
+        seconds=60,
+    )
+    assert impossible.rows is None and impossible.at_least == best
+
+
+def test_the_integer_program_proves_what_searching_does_not():
+    costs = Costs.parse("F=3,B=7,W=3")
+    found = synthesize(costs, 3, stages=4, microbatches=5, chunks=1, effort=3_000)
+    proved = synthesize(costs, 3, stages=4, microbatches=5, chunks=1, effort=3_000, prove_seconds=100)
+    assert not found.proved and proved.proved and proved.makespan <= found.makespan
+
+
+def test_without_scipy_searching_works_and_proving_names_the_install_line():
+    code = """
+import sys
+sys.modules["scipy"] = sys.modules["scipy.optimize"] = None
+from shardlib.pipeline.synthesize import synthesize
+assert synthesize(stages=2, microbatches=3, chunks=1).proved
+try:
+    synthesize(stages=4, microbatches=6, effort=1000, prove_seconds=1)
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "integer programming needs scipy: pip install 'shardlib[planner]'\n"
 
 
 def test_the_same_question_gets_the_same_answer():
