@@ -27,7 +27,7 @@ from shardlib.explanation import Explanation, tree_bytes
 from shardlib.explicit import cast
 from shardlib.jax_compat import inputs_used
 from shardlib.objective import LossFunction, Sums, sums_of
-from shardlib.optimizer_specs import abstract_state, optimizer_specs
+from shardlib.optimizer_specs import resolve_state
 from shardlib.place import active
 from shardlib.plan import Plan
 from shardlib.propose import is_bare
@@ -75,19 +75,19 @@ class Bound:
     def explain(self, optimizer: optax.GradientTransformation | None = None) -> Explanation:
         """Every array with its spec and reasons, and bytes per device; adamw unless another optimizer is given."""
         optimizer = optimizer or optax.adamw(1e-3)
-        state = abstract_state(optimizer, self.abstract_params)
         state_like, zero_notices = self.state_specs()
-        specs = optimizer_specs(optimizer, self.abstract_params, state_like)
+        names = [entry.names for entry in self.params.entries]
+        state = resolve_state(optimizer, self.abstract_params, state_like, mesh=self.plan.mesh, names=names)
         return Explanation(
             mesh=self.plan.mesh,
             parameters=self.params.entries,
             batch=self.batch.entries,
             activations=self.activations,
             gradient_bytes=tree_bytes(self.abstract_params, state_like, self.plan.mesh),
-            optimizer_bytes=tree_bytes(state, specs, self.plan.mesh),
+            optimizer=state.entries,
             choices=self.plan.choices,
             promises=self.promised(),
-            notices=(*self.notices, *zero_notices),
+            notices=(*self.notices, *zero_notices, *state.notices),
         )
 
     def promised(self, trainable: Any = None) -> tuple[PromisedCollective, ...]:

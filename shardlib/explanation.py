@@ -6,6 +6,7 @@ In: entries with reasons. Out: `Explanation`, printable anywhere.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax
 
 from meshes.shape import MeshShape
 from shardlib.cost.promises import PromisedCollective
+from shardlib.optimizer_specs import StateEntry
 from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, itemsize
 
@@ -33,7 +35,7 @@ class Explanation:
         mesh: the mesh.
         parameters, batch, activations: arrays with spec and reason per dim.
         gradient_bytes: size of the reduced gradients.
-        optimizer_bytes: size of the optimizer's state.
+        optimizer: the optimizer's state, each array with the reason for its spec.
         choices: what the plan decided where it had a choice.
         promises: what one train step will move between devices.
         notices: what is legal and still worth saying.
@@ -44,7 +46,7 @@ class Explanation:
     batch: tuple[Entry, ...]
     activations: tuple[Entry, ...]
     gradient_bytes: Bytes
-    optimizer_bytes: Bytes
+    optimizer: tuple[StateEntry, ...]
     choices: tuple[str, ...]
     promises: tuple[PromisedCollective, ...]
     notices: tuple[str, ...]
@@ -60,7 +62,7 @@ class Explanation:
         groups = {
             "parameters": entries_bytes(self.parameters),
             "gradients": self.gradient_bytes,
-            "optimizer_state": self.optimizer_bytes,
+            "optimizer_state": entries_bytes(self.optimizer),
         }
         whole = Bytes(
             total=sum(group.total for group in groups.values()),
@@ -81,6 +83,7 @@ class Explanation:
             "parameters": [entry_json(entry) for entry in self.parameters],
             "batch": [entry_json(entry) for entry in self.batch],
             "activations": [entry_json(entry) for entry in self.activations],
+            "optimizer": [{**entry_json(entry), "reason": entry.reason} for entry in self.optimizer],
             "choices": list(self.choices),
             "promises": [promise_json(promise) for promise in self.promises],
             "notices": list(self.notices),
@@ -111,7 +114,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def entries_bytes(entries: tuple[Entry, ...]) -> Bytes:
+def entries_bytes(entries: Sequence[Entry]) -> Bytes:
     """Sizes summed over entries."""
     return Bytes(
         total=sum(entry.size_bytes for entry in entries),
