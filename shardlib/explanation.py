@@ -5,6 +5,7 @@ In: entries with reasons. Out: `Explanation`, printable anywhere.
     print(bound.explain())
 """
 
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -88,6 +89,9 @@ class Explanation:
             "promises": [promise_json(promise) for promise in self.promises],
             "notices": list(self.notices),
         }
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         lines = [f"mesh {self.mesh} ({self.mesh.num_devices} devices), {self.num_parameters:,} parameters"]

@@ -6,6 +6,7 @@ In: mesh text, rules, options. Out: a value to bind a model with, to compare, to
     assert Plan.from_json(plan.to_json()) == plan
 """
 
+import html
 import json
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Literal, get_args
@@ -171,6 +172,12 @@ class Plan:
         for axis in DATA_LIKE:
             shards *= self.mesh.size(axis)
         return shards
+
+    def __str__(self) -> str:
+        return "\n".join([f"plan for mesh {self.mesh} ({self.mesh.num_devices} devices)", *self.choices])
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def to_json(self) -> str:
         """The plan as a JSON document; rules are kept as TOML text inside it."""
