@@ -123,7 +123,7 @@ class GPT(nnx.Module):
         c = config
         table = annotate.nnx_logical(TABLE, "vocab", "embed")
         self.config = c
-        self.embed = nnx.Embed(c.vocab, c.embed, dtype=c.dtype, embedding_init=table, rngs=rngs)
+        self.embed = language.embedding(c.vocab, c.embed, dtype=c.dtype, embedding_init=table, rngs=rngs)
         positions = annotate.nnx_logical(TABLE, "position", "embed")
         self.positions = nnx.Param(positions(rngs.params(), (c.length, c.embed), jnp.float32))
         self.dropout = nnx.Dropout(c.dropout)

@@ -58,6 +58,13 @@ def token_loss(logits: jax.Array, batch: Mapping[str, Any]) -> Loss:
     return Loss(total=(nll * weights).sum(), weight=weight, aux={"accuracy": Mean((hits * weights).sum(), weight)})
 
 
+def embedding(vocab: int, embed: int, *, dtype: Any, embedding_init: Any, rngs: nnx.Rngs) -> nnx.Embed:
+    """An `nnx.Embed` whose output follows its table where the dtype is None, as linen's does."""
+    module = nnx.Embed(vocab, embed, dtype=dtype, embedding_init=embedding_init, rngs=rngs)
+    module.dtype = dtype  # Flax fills in the dtype that the table was made in
+    return module
+
+
 def attend(x: jax.Array, table: jax.Array, *, dtype: Any = None) -> jax.Array:
     """Logits of a tied head: products of x [batch, length, embed] with the rows of table [vocab, embed].
 

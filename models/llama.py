@@ -161,7 +161,7 @@ class Llama(nnx.Module):
         c = config
         table = annotate.nnx_logical(TABLE, "vocab", "embed")
         self.config = c
-        self.embed = nnx.Embed(c.vocab, c.embed, dtype=c.dtype, embedding_init=table, rngs=rngs)
+        self.embed = language.embedding(c.vocab, c.embed, dtype=c.dtype, embedding_init=table, rngs=rngs)
         self.layers = language.stack(functools.partial(Block, c), count=c.layers, rngs=rngs)
         self.norm = norm(c, rngs=rngs)
         if not c.tied:
