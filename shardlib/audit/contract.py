@@ -30,8 +30,9 @@ class Row:
         promised_arrays, promised_bytes: executions, and bytes each device sends in one step.
         form_bytes: of this kind, once the backend has given the promises the form it is known for.
         found_arrays, found_bytes: the same in the program; None when a loop runs an unknown number of times.
-        scalar_bytes: found in collectives of scalars alone (norms, counts), which no axis promises.
+        scalar_bytes: found for scalars (norms, counts), which no axis promises.
         widened: the backend moves 32 bits for each promised element of 16.
+        largest: the collective found that sends most, with its operation and source line; empty when there is none.
     """
 
     axes: tuple[str, ...]
@@ -46,6 +47,7 @@ class Row:
     found_bytes: float | None
     scalar_bytes: float
     widened: bool
+    largest: str
 
     @property
     def axis(self) -> str:
@@ -101,6 +103,7 @@ class Contract:
             left = [cell.ljust(width) for cell, width in zip(line[:3], widths[:3], strict=True)]
             right = [cell.rjust(width) for cell, width in zip(line[3:], widths[3:], strict=True)]
             text.append("  ".join([*left, *right]).rstrip())
+        text += [f"not promised: {row.largest}" for row in self.rows if row.largest and not row.what]
         text += [f"unattributed: {line}" for line in self.unattributed]
         text += [f"problem: {line}" for line in self.problems] or ["every promise is kept"]
         return "\n".join(text)
@@ -127,7 +130,7 @@ def hold(program: Program, promises: Iterable[PromisedCollective], mesh_shape: M
     for collective in program.collectives:
         match = axes_of(collective, mesh_shape)
         if match.axes is None:
-            unattributed.append(_described(collective, match.reason))
+            unattributed.append(f"{_described(collective)}: {match.reason}")
         elif match.axes:
             is_exact = set(match.axes) <= exact_axes
             own = collective.kind == "all-reduce" and OPTIMIZER_SCOPE in (collective.op_name or "")
@@ -159,7 +162,7 @@ def _row(
     is_known = all(one.times_executed is not None for one in found)
     times = [(one.times_executed or 0, one) for one in found]
     found_bytes = sum((count * one.bytes_per_device for count, one in times), 0.0) if is_known else None
-    scalars = sum(count * one.bytes_per_device for count, one in times if all(not shape.dims for shape in one.operands))
+    scalars = sum(count * one.bytes_per_device * _share_of_scalars(one) for count, one in times)
     promised_bytes = sum(promise.bytes_per_device for promise in promises)
     widened_bytes = sum(promise.widened_bytes for promise in promises)
     is_exact = set(axes) <= exact_axes
@@ -180,7 +183,14 @@ def _row(
         found_bytes=found_bytes,
         scalar_bytes=scalars,
         widened=widened,
+        largest=_described(max(found, key=lambda one: one.bytes_per_device)) if found else "",
     )
+
+
+def _share_of_scalars(collective: Collective) -> float:
+    """Of its bytes; a backend merges scalars with arrays."""
+    scalars = sum(shape.num_bytes for shape in collective.operands if not shape.dims)
+    return scalars / max(sum(shape.num_bytes for shape in collective.operands), 1)
 
 
 def _broken(rows: tuple[Row, ...]) -> list[str]:
@@ -211,10 +221,12 @@ def _beyond(rows: tuple[Row, ...], promises: tuple[PromisedCollective, ...]) -> 
     return problems + [f"{axis}: reductions were promised, and there is none" for axis in sorted(wanted - reduced)]
 
 
-def _described(collective: Collective, reason: str) -> str:
-    shapes = ", ".join(map(str, collective.operands[:3])) + (", ..." if len(collective.operands) > 3 else "")
+def _described(collective: Collective) -> str:
+    """`all-gather to f32[16,16] at jit(step)/dot_general, model.py:12`."""
+    shapes = ", ".join(map(str, collective.results[:3])) + (", ..." if len(collective.results) > 3 else "")
     at = f" at {collective.op_name}" if collective.op_name else ""
-    return f"{collective.kind} of {shapes}{at}: {reason}"
+    line = ", {}:{}".format(*collective.source[0]) if collective.source else ""
+    return f"{collective.kind} to {shapes}{at}{line}"
 
 
 def _cells(row: Row, what: str = "") -> tuple[str, ...]:
