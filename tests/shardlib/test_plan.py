@@ -18,7 +18,8 @@ def test_json_round_trips(mesh):
     rules = Rules.parse(
         ["batch -> data+fsdp", "mlp -> none"], patterns=(('.*"/\\d+', ("mlp", None)),), unknown="replicate"
     )
-    for plan in (Plan(mesh=mesh), Plan(mesh=mesh, rules=rules)):
+    options = {"num_microbatches": 4, "random_slices": 8, "compute_dtype": "bfloat16", "remat": "dots"}
+    for plan in (Plan(mesh=mesh), Plan(mesh=mesh, rules=rules), Plan(mesh=mesh, **options)):
         assert Plan.from_json(plan.to_json()) == plan
         assert hash(Plan.from_json(plan.to_json())) == hash(plan)
 
@@ -57,7 +58,7 @@ def test_any_text_is_a_plan_or_our_error(text):
         ("[]", 'plan: "mesh" is missing or not text'),
         ('{"mesh": 8}', 'plan: "mesh" is missing or not text\n  fix: write {"mesh": "data=2,tensor=4"}'),
         ('{"mesh": "data=x"}', "'x' is not a size of axis 'data'"),
-        ('{"mesh": "data=2", "rule": ""}', "plan: unknown key 'rule' (did you mean 'rules'?)"),
+        ('{"mesh": "data=2", "rule": ""}', "unknown key 'rule' (did you mean 'rules'?)"),
         ('{"mesh": "data=2", "rules": []}', 'plan: "rules" is not text'),
         ('{"mesh": "data=2", "rules": "rules = [\\"a\\"]"}', "plan rules: the rules cannot be read:"),
     ],
