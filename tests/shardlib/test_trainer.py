@@ -113,7 +113,7 @@ def test_a_module_given_built_keeps_its_parameters():
     trainer = sl.Trainer(bound, optax.sgd(0.1))
     losses = []
     for _ in range(2):
-        state, metrics = trainer.step(trainer.init(jax.random.key(0)), BATCH)
+        _, metrics = trainer.step(trainer.init(jax.random.key(0)), BATCH)
         losses.append(float(metrics["loss"]))
     assert losses[0] == losses[1]
     assert_trees_equal(host(nnx.state(module, nnx.Param)), before, "parameter")
