@@ -20,3 +20,15 @@ def test_fed_01_the_batch_is_split_over_data_only():
     gathered = [c for c in program.collectives if c.kind in ("all-gather", "all-to-all", "collective-permute")]
     assert gathered == []
     assert program.collectives, "gradients are reduced, so the program does communicate"
+
+
+def test_fed_02_a_global_batch_that_the_processes_do_not_divide():
+    """Ten rows over four processes of one device each: refused before anything is traced or fed."""
+
+    def never(params, batch, rng):
+        raise AssertionError("traced before the batch was checked")
+
+    model, _, _ = small_model()
+    with pytest.raises(sl.ShardingError) as caught:
+        sl.bind(model, never, sl.Plan(mesh="data=4"), {"x": array(10, 64, axes=("batch", "embed"))})
+    assert "x [10, 64] dim 0 'batch': size 10 not divisible by data=4" in str(caught.value)
