@@ -107,9 +107,10 @@ def explicit_gradients(loss: LossFunction, layout: Layout) -> Callable[[Any, Any
         sizes = {"num_microbatches": layout.num_microbatches, "num_slices": layout.num_slices}
         pieces = cut(batch, layout.batch_dims, **sizes)
         keys = part_keys(rng, first=shard * per_shard, **sizes)
-        fetch = {} if hoisted else {"fetch": lambda params, piece: _fetch(params, piece, layout)}
+        held = lambda params, piece: (params, piece)  # noqa: E731
+        fetch = held if hoisted else lambda params, piece: _fetch(params, piece, layout)
         reduce = lambda sums: sums.summed(axes)  # noqa: E731
-        grads, sums = gradients(loss, params, pieces, keys, state=None, reduce=reduce, mask=layout.mask, **fetch)
+        grads, sums = gradients(loss, params, pieces, keys, state=None, reduce=reduce, mask=layout.mask, fetch=fetch)
         return jax.tree.map(lambda leaf: leaf[None], grads), sums
 
     def value(params: Any, batch: Any, rng: Any) -> tuple[Any, Sums]:
