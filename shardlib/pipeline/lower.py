@@ -13,7 +13,7 @@ from shardlib.pipeline.lowered import NOTHING, READERS, Access, Buffer, Grid, Lo
 from shardlib.pipeline.prove import check
 from shardlib.pipeline.slots import assign_slots, most_alive
 from shardlib.pipeline.table import INPUT, KINDS, Table
-from shardlib.pipeline.ticks import SKIP, Ticks, assign_ticks, channel_index, choose_ticks
+from shardlib.pipeline.ticks import SKIP, Ticks, channel_index, choose_ticks
 from shardlib.pipeline.verify import legal_graph
 
 
@@ -46,11 +46,7 @@ def lower(
         (3, 2)
     """
     graph = legal_graph(table)
-    ticks = (
-        assign_ticks(table, form=form)
-        if form
-        else choose_ticks(table, costs or Costs(), idle=idle, max_activations=max_activations)
-    )
+    ticks = choose_ticks(table, costs or Costs(), form=form, idle=idle, max_activations=max_activations)
     kinds = [kind for kind in KINDS if any(key[0] == kind for key in graph.keys)]
     work = tuple(_work(kind, graph, ticks=ticks) for kind in kinds)
     buffers = tuple(

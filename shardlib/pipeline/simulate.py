@@ -15,7 +15,7 @@ from meshes.errors import ShardingError
 from shardlib.pipeline.costs import Costs, Times
 from shardlib.pipeline.graph import Graph, build_graph
 from shardlib.pipeline.table import FORWARD, Table
-from shardlib.pipeline.ticks import MASK, SKIP, Ticks, assign_ticks, choose_ticks, tick_order, tick_spans
+from shardlib.pipeline.ticks import MASK, SKIP, Ticks, choose_ticks, tick_order, tick_spans
 from shardlib.pipeline.verify import legal_graph
 
 Span = tuple[float, float]
@@ -125,7 +125,7 @@ def simulate(
     graph, times = legal_graph(table), costs.times(table.placement)
     if not lockstep:
         return _summary(table, costs, graph=graph, times=times, spans=free_spans(graph, times), ticks=None, idle=idle)
-    ticks = assign_ticks(table, form=form) if form else choose_ticks(table, costs, idle=idle)
+    ticks = choose_ticks(table, costs, form=form, idle=idle)
     spans = tick_spans(ticks, graph, times=times, idle=idle)
     return _summary(table, costs, graph=graph, times=times, spans=spans, ticks=ticks, idle=idle)
 

@@ -108,6 +108,8 @@ def test_a_memory_limit_chooses_the_form_or_says_what_would_fit():
         lower(table, max_activations=3)
     assert "needs unit ticks 4 and fused ticks 7 live activations, more than max_activations=3" in str(error.value)
     assert "fix: max_activations=4" in str(error.value)
+    with pytest.raises(ShardingError, match="needs fused ticks 7 live activations, more than max_activations=4"):
+        lower(table, form="fused", max_activations=4)
 
 
 def test_permutes_run_only_where_some_rank_sends():

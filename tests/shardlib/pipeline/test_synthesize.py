@@ -106,7 +106,7 @@ def test_never_worse_than_the_catalogue_on_200_points():
     numbers = random.Random(0)
     improved = 0
     for _ in range(200):
-        stages = numbers.choice((1, 2, 3, 4, 5))
+        stages = numbers.choice((1, 2, 3, 4, 4, 5))
         microbatches = numbers.choice((stages, 2 * stages, numbers.randint(1, 8)))
         weight = numbers.randint(1, 4)
         costs = Costs(
@@ -119,7 +119,7 @@ def test_never_worse_than_the_catalogue_on_200_points():
         )
         limit = numbers.choice((None, 1, 2, 3, stages, stages + 1, 2 * stages))
         best = best_of_catalogue(costs, limit, stages=stages, microbatches=microbatches)
-        found = synthesize(costs, limit, stages=stages, microbatches=microbatches, effort=2_000)
+        found = synthesize(costs, limit, stages=stages, microbatches=microbatches, effort=1_000)
         verify(found.table, stages=stages, microbatches=microbatches, max_activations=None)
         simulation = simulate(found.table, costs)
         assert simulation.makespan == found.makespan
