@@ -12,7 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.jax_compat import pruned
+from meshes.errors import ShardingError
+from shardlib.jax_compat import manual_axes, pruned
 from shardlib.loss import weighted
 from shardlib.objective import LossFunction, Sums, folded, sums_of
 from shardlib.trainable import merge, split
@@ -127,7 +128,24 @@ def _over_slices(loss: LossFunction, num_slices: int, slice_axes: tuple[str, ...
         first = lambda tree: jax.tree.map(lambda leaf: leaf[0], tree)  # noqa: E731
         return lambda params, piece, key, state: one(params, first(piece), first(key), state)
     many = jax.vmap(one, in_axes=(None, 0, 0, None), spmd_axis_name=slice_axes or None)
-    return lambda params, piece, key, state: folded(many(params, piece, key, state))
+
+    def summed(params: Any, piece: Any, key: Any, state: Any) -> Sums:
+        if slice_axes:
+            own = manual_axes(jax.make_jaxpr(one)(params, *jax.tree.map(lambda leaf: leaf[0], (piece, key)), state))
+            _refuse(own & set(slice_axes))
+        return folded(many(params, piece, key, state))
+
+    return summed
+
+
+def _refuse(axes: set[str]) -> None:
+    """Raises for a loss that is manual over axes that slices are split over: what it captures would be wrong."""
+    if axes:
+        named = ", ".join(sorted(axes))
+        raise ShardingError(
+            f"the loss has a shard_map over {named} of its own, and the plan splits slices of the batch over {named}",
+            fix="leave random_slices out, or take the axis out of the shard_map (constrain places arrays without one)",
+        )
 
 
 def _take(pieces: Any, keys: Any, index: int) -> tuple[Any, Any]:

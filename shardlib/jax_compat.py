@@ -14,7 +14,7 @@ import jax
 # Seen in JAX 0.10.2 and 0.12.0: the dead-code pass that jax.checkpoint and jax.linearize use. There is no public
 # way to ask which inputs an output depends on through nested jit, scan and cond; a public one would replace it.
 from jax._src.interpreters.partial_eval import dce_jaxpr
-from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun, jaxprs_in_params
 
 
 def inputs_used(closed_jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
@@ -120,3 +120,17 @@ def renamed(equation: Any, read: Callable[[Any], Any], *, outputs: Sequence[Any]
     if caller is not None:
         source = source.replace(name_stack=caller.source_info.name_stack + source.name_stack)
     return equation.replace(invars=[read(atom) for atom in equation.invars], outvars=outputs, source_info=source)
+
+
+def manual_axes(jaxpr: Any) -> set[str]:
+    """Mesh axes that a program, or a program nested in it, is manual over.
+
+    Seen: parameter `newly_manual_axes` of shard_map in 0.10.2 and 0.12.0. `jax.extend` has no reading of a shard_map.
+    """
+    found: set[str] = set()
+    for equation in opened(jaxpr).eqns:
+        if equation.primitive.name == "shard_map":
+            found |= set(equation.params["newly_manual_axes"])
+        for inner in jaxprs_in_params(equation.params):
+            found |= manual_axes(inner)
+    return found
