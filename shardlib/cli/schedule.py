@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from shardlib.cli.options import Json, JsonSchema, whole_number
 from shardlib.cli.output import CheckFailed, MissingDependency, note, print_json
 
 SYNTHESIZE = "synthesize"
@@ -34,9 +35,26 @@ def schedule(
     name: Annotated[
         str | None, typer.Argument(metavar="[NAME]", help="A schedule, a .csv or .json file, or synthesize.")
     ] = None,
-    stages: Annotated[int | None, typer.Option(help="Pipeline stages (ranks); 4, or what the file has.")] = None,
-    microbatches: Annotated[int | None, typer.Option(help="Microbatches; 8, or what the file has.")] = None,
-    chunks: Annotated[int | None, typer.Option(help="Virtual stages per rank; what the schedule prefers.")] = None,
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", parser=whole_number("--stages", example=4), help="Stages (ranks); 4, or as the file."
+        ),
+    ] = None,
+    microbatches: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", parser=whole_number("--microbatches", example=8), help="Microbatches; 8, or as the file."
+        ),
+    ] = None,
+    chunks: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            parser=whole_number("--chunks", example=2),
+            help="Virtual stages per rank, where there is a choice.",
+        ),
+    ] = None,
     costs: Annotated[
         str, typer.Option(help="Whole backward B, its weight part W; also link, embedding, head, stash; F=1:1:2:1.")
     ] = "F=1,B=2,W=1,link=0",
@@ -55,7 +73,8 @@ def schedule(
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Chart and figures on one page.")] = None,
     csv: Annotated[Path | None, typer.Option(metavar="FILE", help="The table; it can be read back as NAME.")] = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Chrome trace, for Perfetto.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    json: Json = False,
+    json_schema: JsonSchema = False,
 ) -> None:
     """Show a pipeline schedule: its grid, bubbles, memory and messages, verified and simulated exactly."""
     # Imported here, not above: `shardlib --help` must answer at once.

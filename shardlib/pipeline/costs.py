@@ -17,6 +17,9 @@ from typing import Final
 from meshes.errors import ShardingError, caret, nearest
 from shardlib.pipeline.placement import Placement
 
+SMALLEST: Final = 1e-9
+LARGEST: Final = 1e12
+
 Number = int | float | Fraction
 Numbers = Number | tuple[Number, ...]
 
@@ -78,7 +81,7 @@ class Costs:
         message_bytes: bytes of one message.
 
     Raises:
-        ShardingError: a negative or non-finite number, F of 0, or W above B.
+        ShardingError: a number that is negative, not finite or extreme, F of 0, or W above B.
     """
 
     forward: Numbers = 1
@@ -94,8 +97,11 @@ class Costs:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             for number in _listed(getattr(self, field.name)):
-                if not math.isfinite(number) or number < 0:
-                    raise ShardingError(f"cost {field.name}={number} must be finite and not negative", fix="0 or more")
+                if number != 0 and not SMALLEST <= number <= LARGEST:
+                    limits = f"must be 0, or from {SMALLEST:g} to {LARGEST:g}"
+                    raise ShardingError(
+                        f"cost {field.name}={_number_text(number)} {limits}", fix="measure in another unit"
+                    )
         if min(_listed(self.forward)) <= 0:
             raise ShardingError("the forward cost F must be above 0", fix="F=1")
         for name in ("embedding", "head"):
@@ -194,7 +200,10 @@ def _exact(number: Number) -> Fraction:
 
 
 def _number_text(number: Number) -> str:
-    return f"{float(number):g}"
+    try:
+        return f"{float(number):.12g}"
+    except OverflowError:
+        return "a number above 1e308"
 
 
 def _spread(value: Numbers, placement: Placement, *, name: str) -> list[Fraction]:

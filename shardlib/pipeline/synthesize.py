@@ -7,6 +7,7 @@ asked, proves (`integer_program`).
     synthesize(Costs.parse("F=1,B=2,W=1,link=0.2"), 3, stages=4, microbatches=8).table
 """
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -137,6 +138,10 @@ def synthesize(
     ALL[0].build(stages=stages, microbatches=microbatches)  # raises for sizes below 1
     if chunks is not None and chunks < 1:
         raise ShardingError(f"chunks={chunks} must be at least 1", fix="chunks=1, or leave it out")
+    if max_activations is not None and not max_activations > 0:
+        raise ShardingError(f"max_activations={max_activations:g} must be above 0", fix="max_activations=1, or None")
+    if max_activations == math.inf:
+        max_activations = None
     pool = _Pool(costs or Costs(), max_activations, effort=effort)
     known = _fill(pool, stages=stages, microbatches=microbatches, chunks=chunks)
     _retime_best(pool)

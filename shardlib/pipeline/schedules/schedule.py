@@ -14,7 +14,7 @@ from typing import Final
 from meshes.errors import ShardingError
 from shardlib.pipeline.table import Table
 
-MAX_STAGES: Final = 4096
+MOST_FORWARDS: Final = 500_000
 ANY: Final = None
 
 
@@ -76,8 +76,8 @@ class Schedule:
         for word, number in (("stages", stages), ("chunks", chunks), ("microbatches", microbatches)):
             if number < 1:
                 return f"{word}={number} must be at least 1"
-        if stages > MAX_STAGES:
-            return f"stages={stages} is above {MAX_STAGES}"
+        if stages * chunks * microbatches > MOST_FORWARDS:
+            return f"stages={stages} x chunks={chunks} x microbatches={microbatches} is above {MOST_FORWARDS:,}"
         if self.chunks is not ANY and chunks != self.chunks:
             return f"chunks={chunks}: it has {self.chunks} per rank"
         if self.divides and chunks > 1 and microbatches % stages:
@@ -99,7 +99,8 @@ class Schedule:
         return self.table(stages=stages, chunks=chunks, microbatches=microbatches)
 
     def _fix(self, stages: int, microbatches: int) -> str:
-        stages, microbatches = min(max(stages, 1), MAX_STAGES), max(microbatches, 1)
+        stages = min(max(stages, 1), MOST_FORWARDS // 100)
+        microbatches = min(max(microbatches, 1), max(1, MOST_FORWARDS // (stages * self.default_chunks) - stages))
         if self.divides:
             microbatches = -(-microbatches // stages) * stages
         return f"{self.name} with stages={stages}, chunks={self.default_chunks}, microbatches={microbatches}"

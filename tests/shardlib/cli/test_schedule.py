@@ -1,15 +1,19 @@
 """`shardlib schedule`: output, files, exit statuses, errors as a stranger reads them."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
 import sys
 import xml.etree.ElementTree
+from dataclasses import dataclass
+from unittest import mock
 
+import jsonschema
 import pytest
-from typer.testing import CliRunner
 
-from shardlib.cli.app import app
+from shardlib.cli import main
 from shardlib.pipeline.schedules import ALL, build
 from shardlib.pipeline.table import Table
 from shardlib.report.schedule_summary import HEADINGS
@@ -17,8 +21,24 @@ from shardlib.report.schedule_summary import HEADINGS
 SIZE = ["--stages", "4", "--microbatches", "8"]
 
 
+@dataclass(frozen=True)
+class Result:
+    exit_code: int
+    stdout: str
+    stderr: str
+
+
 def run(*arguments):
-    return CliRunner().invoke(app, ["schedule", *map(str, arguments)], env={"COLUMNS": "80"})
+    """The command in this process, on 80 columns."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.dict(os.environ, COLUMNS="80"),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main(["schedule", *map(str, arguments)])
+    return Result(int(ended.value.code or 0), out.getvalue(), err.getvalue())
 
 
 def refused(*arguments):
@@ -39,23 +59,23 @@ def shell(*arguments, **environment):
 def test_every_schedule_shows_its_grid_within_80_columns(schedule, lockstep):
     result = run(schedule.name, *SIZE, *lockstep)
     assert result.exit_code == 0
-    grid = result.output.split("key:")[0]
+    grid = result.stdout.split("key:")[0]
     assert max(map(len, grid.splitlines())) <= 80
     letters = sum(grid.count(f"{kind}7") + grid.count(f"{kind.lower()}7") for kind in "FBIW")
     assert letters == sum(
         cell.microbatch == 7 for row in build(schedule.name, stages=4, microbatches=8).rows for cell in row
     )
     for word in ("makespan", "bubble_fraction", "span_bubble_fraction", "peak_activations", "messages"):
-        assert word in result.output
+        assert word in result.stdout
 
 
 def test_the_textbooks_formula_stands_beside_the_simulated_bubble():
-    output = run("1f1b", "--stages", 8, "--microbatches", 32).output
+    output = run("1f1b", "--stages", 8, "--microbatches", 32).stdout
     assert "bubble_fraction       17.9%   textbook: (p-1)/(m+p-1) = 17.9%" in output
     assert "peak_activations      8 7 6 5 4 3 2 1   textbook, worst: p = 8" in output
-    output = run("zb_h2", "--stages", 8, "--microbatches", 32).output
+    output = run("zb_h2", "--stages", 8, "--microbatches", 32).stdout
     assert "span_bubble_fraction  0.0%   textbook: (p-1)(F+I-2W)" in output
-    assert "textbook" not in run("zb_h1", *SIZE, "--costs", "F=1,B=2,W=1,head=1").output
+    assert "textbook" not in run("zb_h1", *SIZE, "--costs", "F=1,B=2,W=1,head=1").stdout
 
 
 def test_json_parses_whole_and_has_every_figure():
@@ -66,6 +86,9 @@ def test_json_parses_whole_and_has_every_figure():
     assert value["peak_activations"] == [8.0] * 8
     assert value["grid"][0][:9] == [*(f"F{number}" for number in range(8)), "I0"]
     assert value["spans"][7][0] == [7.0, 8.0]
+    schema = json.loads(run("--json-schema").stdout)
+    jsonschema.validate(value, schema)
+    jsonschema.validate(json.loads(run("zb_v", *SIZE, "--json").stdout), schema)
 
 
 def test_files(tmp_path):
@@ -85,32 +108,33 @@ def test_a_users_csv_is_a_schedule(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("F0,F1,B0,B1\nF0,B0,F1,B1\n")
     result = run(path)
-    assert result.exit_code == 0 and "mine: 2 stages, 2 microbatches" in result.output
+    assert result.exit_code == 0 and "mine: 2 stages, 2 microbatches" in result.stdout
     table = tmp_path / "mine.json"
     table.write_text(build("zb_v", stages=3, microbatches=6).to_json())
-    assert "zb_v: 3 stages x 2 chunks (v), 6 microbatches" in run(table).output
+    assert "zb_v: 3 stages x 2 chunks (v), 6 microbatches" in run(table).stdout
 
 
 def test_compare_tabulates_all_and_says_who_wins():
-    output = run("--compare", "--stages", 8, "--microbatches", 32, "--max-activations", 5).output
+    output = run("--compare", "--stages", 8, "--microbatches", 32, "--max-activations", 5).stdout
     lines = output.splitlines()
     assert lines[0].split() == list(HEADINGS)
     assert {line.split()[0] for line in lines[1:10]} == {schedule.name for schedule in ALL}
     assert lines[-2] == "fastest free-running with at most 5 live activations: v_half, makespan 106, peak 5"
     value = json.loads(run("--compare", *SIZE, "--json").stdout)
+    jsonschema.validate(value, json.loads(run("--json-schema").stdout))
     assert value["winner"]["free"] == "zb_v"
     assert len(value["schedules"]) == len(ALL) and value["schedules"][0]["lockstep"]["makespan"]
 
 
 def test_compare_says_which_schedules_do_not_exist_at_a_size():
-    output = run("--compare", "--stages", 4, "--microbatches", 6).output
+    output = run("--compare", "--stages", 4, "--microbatches", 6).stdout
     assert "interleaved_1f1b: not defined here: stages=4 does not divide microbatches=6" in output
 
 
 def test_compare_takes_a_table_of_ones_own(tmp_path):
     path = tmp_path / "mine.csv"
     path.write_text("F0,F1,B0,B1\nF0,B0,F1,B1\n")
-    output = run(path, "--compare").output
+    output = run(path, "--compare").stdout
     assert any(line.startswith("mine ") for line in output.splitlines())
 
 
@@ -125,7 +149,9 @@ def test_synthesize_by_name():
     [
         (["zbh1"], "schedule 'zbh1' is unknown (did you mean 'zb_h1'?)"),
         ([], "name a schedule: gpipe, 1f1b"),
-        (["1f1b", "--stages", 0], "stages=0 must be at least 1"),
+        (["1f1b", "--stages", 0], "--stages 0: this is not from 1 to 2147483647\n  fix: --stages 4"),
+        (["1f1b", "--microbatches", "many"], "--microbatches many: this is not a whole number"),
+        (["1f1b", "--microbatches", 10**9], "is above 500,000\n  fix: 1f1b with stages=4, chunks=1, microbatches="),
         (["1f1b", "--chunks", 2], "chunks=2: it has 1 per rank"),
         (["interleaved_1f1b", "--microbatches", 6], "does not divide microbatches=6\n  fix: interleaved_1f1b with"),
         (["1f1b", "--costs", "F=1,Q=2"], "cost 'Q' is unknown"),
