@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from meshes.errors import ShardingError
-from shardlib.pipeline.graph import Graph, Key, build_graph
+from shardlib.pipeline.graph import Graph, build_graph
 from shardlib.pipeline.placement import Placement
 from shardlib.pipeline.table import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Table
 
@@ -256,6 +256,3 @@ def _fix(table: Table, count: int) -> str:
             if not list(_exactly_once(other, count)) and build_graph(other).complete:
                 return f"it is legal with another placement: put the line '# placement={name}' first"
     return "every rank does F, then B (or I, then W), of each microbatch and chunk, once, after what it needs"
-
-
-__all__ = ["Bounds", "Failure", "Key", "draw_row", "verify"]

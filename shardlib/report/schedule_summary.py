@@ -121,7 +121,7 @@ def listed(numbers: Sequence[float]) -> str:
     return " ".join(texts)
 
 
-HEADINGS: Final = ("schedule", "makespan", "bubble", "span", "peak", "messages", "lockstep", "bubble", "peak", "fits")
+HEADINGS: Final = ("schedule", "makespan", "bubble", "span", "peak", "msgs", "lockstep", "bubble", "peak", "fits")
 """The columns of `comparison_rows`: free-running figures, then those in lockstep, then whether it fits the limit."""
 
 

@@ -38,12 +38,13 @@ def print_comparison(comparison: Comparison) -> None:
     """One line per schedule, the fastest first, then who wins."""
     rows = [list(HEADINGS), *comparison_rows(comparison)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    wide = sum(widths) + 2 * (len(widths) - 1) <= shutil.get_terminal_size((DEFAULT_WIDTH, 24)).columns
     best = comparison.winner()
     console = _console()
     for number, row in enumerate(rows):
         cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:]))]
         bold = number == 0 or (best is not None and row[0] == best.name)
-        console.print(Text("  ".join(cells), style="bold" if bold else ""), soft_wrap=True)
+        console.print(Text(("  " if wide else " ").join(cells), style="bold" if bold else ""), soft_wrap=True)
     for name, why in comparison.undefined:
         console.print(Text(f"{name}: not defined here: {why}"), soft_wrap=True)
     for line in verdict(comparison):

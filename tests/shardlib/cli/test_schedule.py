@@ -118,6 +118,7 @@ def test_compare_tabulates_all_and_says_who_wins():
     output = run("--compare", "--stages", 8, "--microbatches", 32, "--max-activations", 5).stdout
     lines = output.splitlines()
     assert lines[0].split() == list(HEADINGS)
+    assert max(map(len, lines[:10])) <= 80
     assert {line.split()[0] for line in lines[1:10]} == {schedule.name for schedule in ALL}
     assert lines[-2] == "fastest free-running with at most 5 live activations: v_half, makespan 106, peak 5"
     value = json.loads(run("--compare", *SIZE, "--json").stdout)
