@@ -14,6 +14,8 @@ from shardlib.layer_scan import equations_within
 from shardlib.remat import Policy, parse_policy, with_policy
 
 FULL, NONE = Policy(kind="full"), Policy(kind="none")
+# Compile time is most of the time of this file, and nothing here depends on the optimizer of the CPU code.
+QUICK = {"xla_backend_optimization_level": 0}
 LAYERS, BATCH, LENGTH, EMBED, MLP = 3, 2, 32, 16, 24
 GATHERED, SPLIT = (LAYERS, BATCH, LENGTH, EMBED), (LAYERS, BATCH, LENGTH // 4, EMBED)
 
@@ -50,7 +52,9 @@ def test_scn_05_remat_of_gathers_in_the_automatic_lowering():
     batch = jax.device_put(batch, NamedSharding(tensor, P(None, "tensor", None)))
     stored, grads, gathers = {}, {}, {}
     for policy in (NONE, FULL):
-        compiled = jax.jit(jax.grad(with_policy(loss, policy))).lower(params, batch, None).compile()
+        compiled = (
+            jax.jit(jax.grad(with_policy(loss, policy))).lower(params, batch, None).compile(compiler_options=QUICK)
+        )
         text = compiled.as_text()
         stored[policy.kind] = {shape for shape in (GATHERED, SPLIT) if f"f32[{','.join(map(str, shape))}]" in text}
         grads[policy.kind] = compiled(params, batch, None)
@@ -86,7 +90,7 @@ def test_scn_05_remat_of_gathers_in_a_manual_region():
     assert GATHERED in stored(NONE)
     assert GATHERED not in stored(FULL) and SPLIT in stored(FULL)
     assert stored(parse_policy("dots")) & {GATHERED} == set()
-    assert_close(jax.jit(grads(FULL))(params, batch), jax.jit(grads(NONE))(params, batch))
+    assert_close(*(jax.jit(grads(policy), compiler_options=QUICK)(params, batch) for policy in (FULL, NONE)))
 
 
 @pytest.mark.parametrize("generator", ["threefry2x32", "rbg"])
@@ -95,8 +99,9 @@ def test_scn_06_remat_and_rng(generator):
     params, batch, key = data_of_scn_06(generator)
     placed = jax.device_put(params, NamedSharding(grid, P(None, None, "tensor")))
     rows = jax.device_put(batch, NamedSharding(grid, P("data", None)))
-    want = jax.jit(jax.grad(dropped))(params, batch, key)
-    none, full = (jax.jit(jax.grad(with_policy(dropped, policy)))(placed, rows, key) for policy in (NONE, FULL))
+    gradient = lambda loss: jax.jit(jax.grad(loss), compiler_options=QUICK)  # noqa: E731
+    want = gradient(dropped)(params, batch, key)
+    none, full = (gradient(with_policy(dropped, policy))(placed, rows, key) for policy in (NONE, FULL))
     assert_close(full, none)
     assert_close(full, want)
 

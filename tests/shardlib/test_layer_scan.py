@@ -10,7 +10,7 @@ from shardlib.layer_scan import equations_within, layer_scans, sources
 from shardlib.remat import Policy, with_policy
 
 FULL = Policy(kind="full")
-PARAMS = {"layers": jnp.full((3, 4, 4), 0.5), "head": jnp.ones((4, 6))}
+PARAMS = {"layers": jnp.full((3, 4, 4), 0.1), "head": jnp.ones((4, 6))}
 BATCH = {"x": jnp.ones((2, 4))}
 
 
@@ -183,7 +183,7 @@ def test_the_models_own_checkpoints_go(loss):
     forward = 2 if loss is remat_part else 1
     assert products(full) == products(none) + forward
     want, got = (jax.jit(jax.grad(f))(PARAMS, BATCH, None) for f in (loss, full))
-    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-6, atol=0), want, got))
+    assert jax.tree.all(jax.tree.map(lambda a, b: jnp.allclose(a, b, rtol=1e-5, atol=0), want, got))
 
 
 def test_unrolled_layers_are_kept_apart_from_their_recomputation():
