@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import jax
-from rich.console import Console
 from rich.table import Table
 
 import shardlib as sl
+from benchmarks.step_overhead import print_table
 from meshes.build import abstract_mesh
 from models import llama
 
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="measurements per mesh, 5 unless given")
     chosen = parser.parse_args(argv)
     found = measure(MESHES, rounds=chosen.rounds)
-    Console().print(table(found))
+    print_table(table(found))
     problems = missed(found)
     if chosen.json:
         document: dict[str, Any] = {"meshes": found, "spread": spread(found), "missed": problems}

@@ -1,8 +1,8 @@
 """What the toolkit costs over the same GPT by hand: CPU seconds, compile time, temporaries, bytes sent.
 
 Every way of writing it (`variants.py`) computes the same losses from the same weights, checked first. Times are CPU
-seconds of the process, user + system, taken in turns: each round runs every way once, in rotating order, and a ratio
-is the median over the rounds. Exit status 1 when the toolkit misses a threshold.
+seconds of the process, user + system, taken in turns: each round runs every way once, in another order, and a ratio is
+the median over the rounds. Exit status 1 when the toolkit misses a threshold.
 
     python -m benchmarks.step_overhead [--quick] [--mesh data=8] [--rounds 5] [--json FILE]
 """
@@ -10,6 +10,7 @@ is the median over the rounds. Exit status 1 when the toolkit misses a threshold
 import argparse
 import itertools
 import json
+import random
 import statistics
 import sys
 import time
@@ -90,7 +91,7 @@ def measure(
     check_losses(found)
     for turn in range(rounds):
         note(f"{case.mesh}: step round {turn + 1} of {rounds}")
-        for name in _rotated(variants, turn):
+        for name in _shuffled(variants, turn):
             batch = prepared[name].place_batch(case.tokens())
             start = time.process_time()
             states[name], metrics = prepared[name].step(states[name], batch)
@@ -106,7 +107,7 @@ def _compile_in_turns(
     prepared: dict[str, Prepared] = {}
     for turn in range(rounds):
         note(f"{case.mesh}: compile round {turn + 1} of {rounds}")
-        for name in _rotated(list(found), turn):
+        for name in _shuffled(list(found), turn):
             jax.clear_caches()
             start = time.process_time()
             prepared[name] = VARIANTS[name](case)
@@ -117,10 +118,9 @@ def _compile_in_turns(
     return prepared
 
 
-def _rotated(names: Sequence[str], turn: int) -> list[str]:
-    """Who comes first changes every round: no variant always runs in the same neighbour's warm cache."""
-    at = turn % len(names)
-    return [*names[at:], *names[:at]]
+def _shuffled(names: Sequence[str], turn: int) -> list[str]:
+    """The order of one round, the same in every run: nobody always follows the same neighbour's warm caches."""
+    return random.Random(turn).sample(list(names), len(names))
 
 
 def check_losses(found: dict[str, Measured]) -> None:
@@ -164,6 +164,12 @@ def table(results: Results) -> Table:
     return shown
 
 
+def print_table(shown: Table) -> None:
+    """To stdout; in a pipe, which has no width, as wide as the table needs."""
+    console = Console()
+    Console(width=None if console.is_terminal else 160).print(shown)
+
+
 def to_json(results: Results) -> dict[str, Any]:
     """All values, ratios and misses as plain JSON values."""
     meshes = {
@@ -203,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         if chosen.json:  # after every mesh: a long run that is cut short has told something
             chosen.json.write_text(json.dumps(to_json(results), indent=2) + "\n")
-    Console().print(table(results))
+    print_table(table(results))
     problems = [] if chosen.quick else missed(results)
     for line in problems:
         print(f"missed: {line}", file=sys.stderr)
