@@ -10,7 +10,7 @@ _HOME = {
     "make_mesh": "meshes.build",
     "shape_of": "meshes.build",
 }
-__all__ = sorted(_HOME)
+__all__ = ["MeshShape", "ShardingError", "abstract_mesh", "make_mesh", "shape_of"]
 
 
 def __getattr__(name: str) -> Any:
@@ -20,4 +20,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(__all__)

@@ -38,7 +38,8 @@ def find(num_devices: int | None, *, kind: str = "auto") -> list[Any]:
     if backend_was_up and platform == "cpu":
         raise ShardingError(
             f"{what}: JAX was already running when the mesh was made, so no more can be emulated",
-            fix=f'make the mesh before any other JAX call, or put jax.config.update("jax_num_cpu_devices", {num_devices}) first',
+            fix="make the mesh before any other JAX call, or put first "
+            f'jax.config.update("jax_num_cpu_devices", {num_devices})',
         )
     raise ShardingError(
         what, fix=f'name a mesh of at most {len(found)} devices, or use devices "cpu" to emulate {num_devices}'

@@ -121,7 +121,8 @@ class MeshShape:
             return self
         if num_devices % self.num_devices or num_devices < 1:
             raise ShardingError(
-                f"mesh {self}: {num_devices} devices are not a multiple of the {self.num_devices} that the other axes take",
+                f"mesh {self}: {num_devices} devices are not a multiple of the {self.num_devices} "
+                "that the other axes take",
                 fix="change an axis size, or give the -1 axis a size",
             )
         rest = num_devices // self.num_devices

@@ -29,8 +29,28 @@ _HOME = {
     "shardings": "shardlib.place",
     "with_rules": "shardlib.place",
 }
-__all__ = ["__version__"]
-__all__ += sorted(_HOME)
+__all__ = [
+    "ArraySpec",
+    "Loss",
+    "Mean",
+    "MeshShape",
+    "Plan",
+    "Rules",
+    "ShardingError",
+    "Sum",
+    "Trainer",
+    "__version__",
+    "abstract_mesh",
+    "annotate",
+    "attention",
+    "bind",
+    "constrain",
+    "default_rules",
+    "make_mesh",
+    "resolve",
+    "shardings",
+    "with_rules",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -41,4 +61,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return __all__
+    return list(__all__)

@@ -20,7 +20,6 @@ from shardlib.strategies import default_rules as default_rules
 from shardlib.trainer import Trainer as Trainer
 
 __all__ = [
-    "__version__",
     "ArraySpec",
     "Loss",
     "Mean",
@@ -30,6 +29,7 @@ __all__ = [
     "ShardingError",
     "Sum",
     "Trainer",
+    "__version__",
     "abstract_mesh",
     "annotate",
     "attention",

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from meshes.errors import raise_collected
 from shardlib import batch_spec as batches
+from shardlib.tree_paths import leaves_with_paths
 
 BATCH = "batch"
 
@@ -63,13 +64,8 @@ def check_divides(spec: Any, *, parts: int, why: str) -> None:
     raise_collected(
         [
             f"{path} has {leaf.shape[leaf.axes.index(BATCH)]} rows, not a multiple of {parts}"
-            for path, leaf in _leaves(spec)
+            for path, leaf in leaves_with_paths(spec, is_leaf=batches.is_spec)
             if BATCH in leaf.axes and leaf.shape[leaf.axes.index(BATCH)] % parts
         ],
         heading=f"the batch cannot be cut into {parts} parts ({why}); fix: change the batch size or the plan:",
     )
-
-
-def _leaves(spec: Any) -> list[tuple[str, batches.ArraySpec]]:
-    flat, _ = jax.tree_util.tree_flatten_with_path(spec, is_leaf=batches.is_spec)
-    return [(jax.tree_util.keystr(path), leaf) for path, leaf in flat]

@@ -6,16 +6,34 @@ import typer
 
 from shardlib.cli.options import Batch, Json, JsonSchema, Length, Model, Optimizer, RulesFile
 from shardlib.cli.output import note, print_json, stdout_for_results
+from shardlib.cli.plan_options import (
+    Dtype,
+    Lowering,
+    Mesh,
+    Microbatches,
+    PlanFile,
+    RandomSlices,
+    Remat,
+    Zero,
+    plan_changes,
+)
 
 
 def explain(
     model: Model,
-    mesh: Annotated[str, typer.Option(metavar="MESH", help='Such as "data=2,tensor=4".')],
+    mesh: Mesh = None,
     rules: RulesFile = None,
+    plan: PlanFile = None,
     versus: Annotated[str | None, typer.Option(metavar="MESH", help="A second mesh, side by side.")] = None,
     optimizer: Optimizer = "adamw",
     batch: Batch = None,
     length: Length = None,
+    microbatches: Microbatches = None,
+    zero: Zero = None,
+    remat: Remat = None,
+    dtype: Dtype = None,
+    lowering: Lowering = None,
+    random_slices: RandomSlices = None,
     json: Json = False,
     json_schema: JsonSchema = False,
 ) -> None:
@@ -24,29 +42,28 @@ def explain(
     A model without annotations gets a rules file proposed instead.
     """
     # Imported here, not above: `shardlib --help` must not wait for JAX.
-    from meshes.shape import MeshShape
-    from shardlib.cli.inputs import bind_model, explained, optimizer_from, parameters_of, read_rules, sized
+    from shardlib.cli.inputs import bind_model, explained, optimizer_from, parameters_of, plan_from, sized
     from shardlib.cli.model import load
     from shardlib.propose import is_bare, propose
     from shardlib.report.explained import print_comparison, print_explanation
 
-    shapes = [MeshShape.parse(text) for text in (mesh, versus) if text is not None]
-    chosen_rules = read_rules(rules)
+    changes = plan_changes(
+        microbatches=microbatches, zero=zero, remat=remat, dtype=dtype, lowering=lowering, random_slices=random_slices
+    )
+    meshes = [mesh] if versus is None else [mesh, versus]
+    plans = [plan_from(text, file=plan, rules=rules, changes=changes) for text in meshes]
     chosen_optimizer = optimizer_from(optimizer, 1e-3)
     loaded = load(model)
     spec = sized(loaded, batch=batch, length=length)
     parameters = parameters_of(loaded, spec)
-    if is_bare(parameters) and not chosen_rules.patterns:
+    if is_bare(parameters) and not plans[0].rules.patterns:
         text = propose(parameters).to_toml()
         note(f"{model} has no logical axes. Save these patterns, correct them, and pass them with --rules FILE:")
         print_json({"proposal": text}) if json else typer.echo(text, nl=False)
         return
     with stdout_for_results():
         found = [
-            explained(
-                bind_model(loaded, mesh=shape, rules=chosen_rules, batch_spec=spec), chosen_optimizer, name=optimizer
-            )
-            for shape in shapes
+            explained(bind_model(loaded, plan=one, batch_spec=spec), chosen_optimizer, name=optimizer) for one in plans
         ]
     if json:
         print_json(found[0].to_json() if versus is None else {"versus": [one.to_json() for one in found]})

@@ -2,12 +2,13 @@
 
 In: option text. Out: values of the library, or one error that names the option's file or text.
 
-    bound = bind_model(load("models.gpt:small"), mesh=MeshShape.parse("data=8"), rules=None)
+    bound = bind_model(load("models.gpt:small"), plan=Plan(mesh="data=8"), batch_spec=spec)
 """
 
 import difflib
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,8 +60,8 @@ def _near_file(path: Path) -> str:
     return f" (did you mean {stems[close[0]]!r}?)" if close else ""
 
 
-def optimizer_from(text: str, learning_rate: float) -> optax.GradientTransformation:
-    """An optimizer by import string (`optax:adamw`), called with the learning rate.
+def optimizer_from(text: str, learning_rate: float, *, clip: float | None = None) -> optax.GradientTransformation:
+    """An optimizer by import string (`optax:adamw`) at a learning rate; `clip` bounds the gradients' global norm.
 
     Raises:
         ShardingError: it does not resolve, or does not build an optimizer from a learning rate.
@@ -76,7 +77,7 @@ def optimizer_from(text: str, learning_rate: float) -> optax.GradientTransformat
         raise ShardingError(f"{what} cannot be built from a learning rate: {error}", fix=fix) from error
     if not isinstance(optimizer, optax.GradientTransformation):
         raise ShardingError(f"{what} built {type(optimizer).__name__}, not an optax optimizer", fix=fix)
-    return optimizer
+    return optimizer if clip is None else optax.chain(optax.clip_by_global_norm(clip), optimizer)
 
 
 def sized(model: Loaded, *, batch: int | None, length: int | None) -> Any:
@@ -91,7 +92,52 @@ def parameters_of(model: Loaded, batch_spec: Any) -> Any:
         return abstract_parameters(model.module, batch_spec)
 
 
-def bind_model(model: Loaded, *, mesh: MeshShape, rules: Rules, batch_spec: Any) -> Bound:
+def plan_from(mesh: str | None, *, file: Path | None, rules: Path | None, changes: dict[str, Any]) -> Plan:
+    """The plan of a command: the file's, or the mesh's with default rules, changed by the other options.
+
+    Raises:
+        ShardingError: neither a mesh nor a file, a file that cannot be read, or options that do not go together.
+    """
+    if mesh is None and file is None:
+        raise ShardingError("no mesh was named", fix="--mesh data=2,tensor=4, or --plan FILE")
+    shape = None if mesh is None else MeshShape.parse(mesh)
+    own_rules = None if rules is None and file is not None else read_rules(rules)
+    if file is None:
+        assert shape is not None and own_rules is not None
+        return Plan(mesh=shape, rules=own_rules, **changes)
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ShardingError(f"--plan {file}: cannot be read: {reason}", fix='write {"mesh": "data=8"} there') from None
+    try:
+        plan = Plan.from_json(text)
+    except ShardingError as error:
+        raise ShardingError(f"--plan {file}: {error}") from None
+    if shape is not None:
+        changes = {**changes, "mesh": shape}
+    if own_rules is not None:
+        changes = {**changes, "rules": own_rules}
+    return replace(plan, **changes)
+
+
+def one_device(plan: Plan) -> Plan:
+    """The plan's computation on one device: the same precision, and the same parts of the batch with their keys."""
+    parts = plan.num_microbatches
+    if plan.chosen_lowering[0] == "explicit":
+        parts *= plan.num_batch_shards
+    slices = plan.random_slices or parts
+    return Plan(
+        mesh=MeshShape.parse("data=1"),
+        rules=plan.rules,
+        compute_dtype=plan.compute_dtype,
+        lowering="automatic",
+        reduce_dtype=plan.compute_dtype,
+        random_slices=slices if slices > 1 else None,
+    )
+
+
+def bind_model(model: Loaded, *, plan: Plan, batch_spec: Any) -> Bound:
     """The model bound under a plan made of the options.
 
     Raises:
@@ -99,13 +145,13 @@ def bind_model(model: Loaded, *, mesh: MeshShape, rules: Rules, batch_spec: Any)
     """
     try:
         with user_code(f"MODEL {model.name!r}"):
-            bound = bind(model.module, model.loss, Plan(mesh=mesh, rules=rules), batch_spec)
+            bound = bind(model.module, model.loss, plan, batch_spec)
     except ShardingError as error:
-        fix = _option_fix(str(error), rules)
+        fix = _option_fix(str(error), plan.rules)
         if fix is None:
             raise
         raise ShardingError(str(error), fix=fix) from error
-    _check_axes_used(mesh, rules)
+    _check_axes_used(plan.mesh, plan.rules)
     return bound
 
 

@@ -35,12 +35,24 @@ def whole_number(option: str, *, least: int = 1, example: int = 8, most: int = L
 
 def learning_rate(text: str) -> float:
     """Reads a finite number, not below 0."""
+    return _number("--lr", text, example=0.001)
+
+
+def clip_norm(text: str) -> float:
+    """Reads a finite number above 0."""
+    value = _number("--clip", text, example=1.0)
+    if value == 0:
+        raise _bad("--clip", text, "would make every gradient zero", 1.0)
+    return value
+
+
+def _number(option: str, text: str, *, example: float) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise _bad("--lr", text, "is not a number", 0.001) from None
+        raise _bad(option, text, "is not a number", example) from None
     if not (math.isfinite(value) and value >= 0):
-        raise _bad("--lr", text, "is not a finite number of at least 0", 0.001)
+        raise _bad(option, text, "is not a finite number of at least 0", example)
     return value
 
 

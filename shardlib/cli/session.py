@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +29,14 @@ from shardlib.cli.model import Loaded
 from shardlib.cli.output import CheckFailed, note
 from shardlib.cli.user_code import user_code
 from shardlib.data import ByteCorpus
-from shardlib.loop import NonFiniteLoss, Run, train
+from shardlib.loop import Evaluation, NonFiniteLoss, Run, train
+from shardlib.plan import Plan
 from shardlib.report.page import color_wanted
-from shardlib.rules import Rules
 from shardlib.trainer import Trainer
 
 SECONDS_BETWEEN_LINES = 10.0
 NUM_BYTES = 256
+EVAL_WINDOWS = 100  # not a multiple of common batch sizes: the last batch is short, and counted exactly
 MAX_EMULATED = 1024  # more threads than one process should start
 
 
@@ -45,20 +46,21 @@ class Session:
 
     model: Loaded
     batch_spec: Any
-    rules: Rules
     optimizer: optax.GradientTransformation
     corpus: ByteCorpus
     seed: int
     devices: str
+    profile: Path | None = None
+    eval_every: int | None = None
 
     def check(self) -> None:
         """Raises for a model or data that cannot be trained here, before any device is touched."""
         _check_reads_bytes(self.batch_spec)
         self.corpus.num_windows(self.batch_spec["inputs"].shape[1])
 
-    def bind(self, shape: MeshShape) -> Bound:
-        """The model under a plan for the mesh; nothing is allocated, no device is touched."""
-        bound = bind_model(self.model, mesh=shape, rules=self.rules, batch_spec=self.batch_spec)
+    def bind(self, plan: Plan) -> Bound:
+        """The model under a plan; nothing is allocated, no device is touched."""
+        bound = bind_model(self.model, plan=plan, batch_spec=self.batch_spec)
         _check_vocabulary(bound)
         return bound
 
@@ -68,11 +70,26 @@ class Session:
             note(f"notice: {notice}")
         batch, length = self.batch_spec["inputs"].shape
         mesh = _mesh(bound.plan.mesh, self.devices)
-        batch_at = lambda step: self.corpus.batch(step, batch=batch, length=length, seed=self.seed)  # noqa: E731
+        corpus, held_out = self.corpus, None
+        if self.eval_every is not None:
+            corpus, held_out = self.corpus.split(length=length, held_out=EVAL_WINDOWS)
+        batch_at = lambda step: corpus.batch(step, batch=batch, length=length, seed=self.seed)  # noqa: E731
+        evaluation = None
+        if held_out is not None and self.eval_every is not None:
+            batches = lambda: held_out.in_order(batch=batch, length=length)  # noqa: E731
+            evaluation = Evaluation(every=self.eval_every, batches=batches)
         with progress(f"{bound.plan.mesh}", steps) as on_step, user_code(f"MODEL {self.model.name!r}"):
             trainer = Trainer(bound, self.optimizer, mesh=mesh)
             try:
-                return train(trainer, batch_at, num_steps=steps, seed=self.seed, on_step=on_step)
+                return train(
+                    trainer,
+                    batch_at,
+                    num_steps=steps,
+                    seed=self.seed,
+                    on_step=on_step,
+                    profile=self.profile,
+                    evaluation=evaluation,
+                )
             except NonFiniteLoss as error:
                 raise CheckFailed(f"{error}\n  fix: a smaller --lr, or look for what the loss divides by") from None
 
@@ -91,6 +108,8 @@ class Session:
             "compile_seconds": run.compile_seconds,
             "bytes_per_device": run.state_bytes_per_device,
             "temporary_bytes_per_device": run.temporary_bytes_per_device,
+            "plan": list(bound.plan.choices),
+            **({"evaluations": [asdict(one) for one in run.evaluations]} if run.evaluations else {}),
         }
 
 
@@ -115,9 +134,9 @@ def reserve_devices(shape: MeshShape, devices: str) -> None:
             jax.config.update("jax_num_cpu_devices", max(needed, jax.config.values["jax_num_cpu_devices"]))
 
 
-def with_sizes(shape: MeshShape, devices: str) -> MeshShape:
-    """The shape without -1; that counts devices, so it starts the backend."""
-    return shape if INFERRED not in shape.sizes else shape_of(_mesh(shape, devices))
+def with_sizes(plan: Plan, devices: str) -> Plan:
+    """The plan with a mesh without -1; that counts devices, so it starts the backend."""
+    return plan if INFERRED not in plan.mesh.sizes else replace(plan, mesh=shape_of(_mesh(plan.mesh, devices)))
 
 
 def _mesh(shape: MeshShape, devices: str) -> Mesh:

@@ -7,9 +7,10 @@ pure function of (seed, step): a run resumes by its step alone.
     batch = corpus.batch(step=7, batch=16, length=128, seed=0)         # {"inputs", "targets"}, [16, 128] int32
 """
 
+import copy
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -92,8 +93,37 @@ class ByteCorpus:
         for epoch in np.unique(epochs):
             here = epochs == epoch
             windows[here] = self._permutation(num_windows, seed, int(epoch))[ranks[here]]
+        return self._windows(windows, length)
+
+    def split(self, *, length: int, held_out: int) -> "tuple[ByteCorpus, ByteCorpus]":
+        """Two corpora without a common window: all but the last `held_out` windows of this length, and those.
+
+        Raises:
+            ShardingError: when not even one window is left to train on.
+        """
+        cut = self.num_bytes - 1 - held_out * length
+        if cut < length + 1:
+            raise ShardingError(
+                f"the training data has {self.num_windows(length):,} windows of {length:,}; {held_out} are held out",
+                fix="name more data, choose a shorter length, or do not evaluate",
+            )
+        return self._part(slice(0, cut)), self._part(slice(cut, None))
+
+    def in_order(self, *, batch: int, length: int) -> Iterator[dict[str, np.ndarray]]:
+        """Every window once, in the order of the text; the last batch may be short."""
+        windows = np.arange(self.num_windows(length))
+        for first in range(0, len(windows), batch):
+            yield self._windows(windows[first : first + batch], length)
+
+    def _windows(self, windows: np.ndarray, length: int) -> dict[str, np.ndarray]:
         tokens = self._data[windows[:, None] * length + np.arange(length + 1)[None, :]].astype(np.int32)
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+
+    def _part(self, part: slice) -> "ByteCorpus":
+        made = copy.copy(self)
+        made._data = self._data[part]
+        made.num_bytes = len(made._data)
+        return made
 
 
 def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:

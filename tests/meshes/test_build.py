@@ -83,7 +83,7 @@ def test_a_process_whose_backend_is_up_with_one_device_hears_what_to_do():
     )
     done = run_python(code)
     assert "the mesh needs 4 devices and there are 1 (cpu): JAX was already running" in done.stdout, done.stderr
-    assert 'put jax.config.update("jax_num_cpu_devices", 4) first' in done.stdout
+    assert 'put first jax.config.update("jax_num_cpu_devices", 4)' in done.stdout
 
 
 def test_devices_counted_by_xla_flags_are_enough():

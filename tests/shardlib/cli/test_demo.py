@@ -24,7 +24,7 @@ def test_json_fits_the_schema_and_the_mesh_agrees(cli):
 
 
 def test_other_losses_are_a_failed_check_after_the_curves(cli, monkeypatch):
-    monkeypatch.setattr("shardlib.cli.train.SAME_LOSS", -1.0)
+    monkeypatch.setattr("shardlib.cli.train.SAME_LOSS", {"float32": -1.0})
     result = cli("demo", "--steps", "2")
     assert result.status == 1
     assert "class Tiny(nn.Module):" in result.out

@@ -76,7 +76,7 @@ def complain(cli, *arguments: str, status: int = 2) -> str:
     [
         (("explan",), ["no such command 'explan'", "Did you mean 'explain'"]),
         (("explain",), ["missing argument 'MODEL'", "usage: shardlib explain --mesh MESH [OPTIONS] MODEL"]),
-        (("explain", TINY), ["missing option '--mesh'", "usage:", "fix: shardlib explain --help"]),
+        (("explain", TINY), ["no mesh was named", "fix: --mesh data=2,tensor=4, or --plan FILE"]),
         (("explain", TINY, "--mesh"), ["'--mesh' requires an argument", "fix: --mesh VALUE"]),
         ((*EXPLAIN, "--mehs", "x"), ["no such option: --mehs (did you mean '--mesh'?)"]),
         ((*EXPLAIN, "extra"), ["unexpected extra argument", "(extra)"]),

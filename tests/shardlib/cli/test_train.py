@@ -48,7 +48,7 @@ def test_json_fits_the_schema_and_one_device_agrees(cli):
 
 def test_summary_in_words_and_an_unequal_loss_is_a_failed_check(cli, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("to be or not to be " * 50)
-    monkeypatch.setattr("shardlib.cli.train.SAME_LOSS", -1.0)
+    monkeypatch.setattr("shardlib.cli.train.SAME_LOSS", {"float32": -1.0})
     result = cli("train", TINY, "--mesh", "data=1", "--steps", "2", *SMALL, "--data", "text.txt", "--oracle")
     assert result.status == 1
     assert result.out.startswith("mesh data=1 on 1 cpu devices, 2 steps\nloss 5.")

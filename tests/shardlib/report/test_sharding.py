@@ -46,7 +46,7 @@ def test_16384_devices_in_half_a_second_and_in_a_notebook():
 
 
 def test_what_cannot_be_drawn_is_said():
-    with pytest.raises(ShardingError, match="dim 0 of .5, 4. is not divisible by data=2"):
+    with pytest.raises(ShardingError, match=r"dim 0 of .5, 4. is not divisible by data=2"):
         sharding_picture((5, 4), P("data"), "data=2")
     with pytest.raises(ShardingError, match="at most two split dims"):
         sharding_picture((4, 4, 4), P("data", "fsdp", "tensor"), "data=2,fsdp=2,tensor=2")
