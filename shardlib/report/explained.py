@@ -33,6 +33,7 @@ def print_explanation(explanation: Explanation) -> None:
                 _print_entries(out, title, entries)
         _print_totals(out, [explanation])
         _print_promises(out, explanation)
+        _print_choices(out, explanation)
         for notice in explanation.notices:
             _print_notice(out, f"notice: {notice}")
 
@@ -49,6 +50,12 @@ def print_comparison(one: Explanation, other: Explanation) -> None:
         for explanation in (one, other):
             for notice in explanation.notices:
                 _print_notice(out, f"notice ({explanation.mesh}): {notice}")
+
+
+def _print_choices(out: Console, explanation: Explanation) -> None:
+    out.print("\nthe plan", style="bold")
+    for choice in explanation.choices:
+        out.print(Text(choice), overflow="fold")
 
 
 def _print_entries(out: Console, title: str, entries: tuple[Entry, ...]) -> None:
