@@ -26,8 +26,8 @@ def products_summed_in(dtype: Any) -> Callable[..., jax.Array]:
     """
 
     def dot_general(lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, **options):
-        own = jnp.result_type(lhs, rhs)
-        wanted = lhs.dtype == rhs.dtype and jnp.finfo(own).bits < jnp.finfo(dtype).bits
+        floating = lhs.dtype == rhs.dtype and jnp.issubdtype(lhs.dtype, jnp.floating)
+        wanted = floating and jnp.finfo(lhs.dtype).bits < jnp.finfo(dtype).bits
         given = [preferred_element_type, *options.values()]
         if wanted and all(option is None for option in given):
             return _rounded_once(dimension_numbers, precision, jnp.dtype(dtype))(lhs, rhs)
@@ -71,14 +71,14 @@ def _transposed(
     y_kept = [dim for dim in range(y.ndim) if dim not in (*y_contracted, *y_batch)]
     first = len(x_batch) if is_rhs else len(x_batch) + len(x_kept)
     of_y = tuple(range(first, first + len(y_kept)))
-    product = jax.lax.dot_general(
-        cotangent,
-        y,
-        ((of_y, tuple(y_kept)), (tuple(range(len(x_batch))), tuple(y_batch))),
-        precision=precision,
-        preferred_element_type=dtype,
-    )
-    # The product's dims: batch, kept of x, then what y had contracted, in y's order.
+    # What y had contracted stays in y's order. Of the two orders of the operands the one without a transpose of the
+    # result: XLA folds such a transpose into a product that its CPU backend cannot run (seen in JAX 0.10.2).
     x_by_y = [x_dim for _, x_dim in sorted(zip(y_contracted, x_contracted, strict=True))]
-    order = [*x_batch, *x_kept, *x_by_y]
+    operands, contracted, order = (cotangent, y), (of_y, tuple(y_kept)), [*x_batch, *x_kept, *x_by_y]
+    batch = tuple(range(len(x_batch))), tuple(y_batch)
+    if order != sorted(order):
+        operands, contracted, order = operands[::-1], contracted[::-1], [*x_batch, *x_by_y, *x_kept]
+        batch = batch[::-1]
+    left, right = operands
+    product = jax.lax.dot_general(left, right, (contracted, batch), precision=precision, preferred_element_type=dtype)
     return jax.lax.transpose(product, [order.index(dim) for dim in range(x.ndim)]).astype(x.dtype)

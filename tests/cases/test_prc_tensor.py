@@ -1,5 +1,6 @@
 """Field troubles, group PRC: PRC-2, the dtype of sums over a tensor axis beside that of sums over data."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -10,6 +11,7 @@ from meshes import ShardingError
 from shardlib import annotate
 from shardlib.audit.hlo import parse
 from shardlib.audit.program import axes_of
+from tests.oracle import MODELS, token_batch
 from tests.partitioned import partitioned
 from tests.tiny import gradient, rows, weight
 
@@ -97,3 +99,18 @@ def test_prc_02_the_choice_is_part_of_the_plan():
         sl.Plan(mesh=MESH, tensor_reduce_dtype="bfloat16")
     with pytest.raises(ShardingError, match=r"tensor_reduce_dtype='float16' is unknown"):
         sl.Plan(mesh=MESH, tensor_reduce_dtype="float16")
+
+
+@pytest.mark.exhaustive
+def test_prc_02_a_whole_model_trains_with_wide_sums():
+    module, loss, spec = MODELS["llama"](tied=True)
+    found = []
+    for asked in (None, "float32"):
+        plan = sl.Plan(mesh=MESH, compute_dtype="bfloat16", tensor_reduce_dtype=asked, remat="dots", num_microbatches=2)
+        trainer = sl.Trainer(sl.bind(module, loss, plan, spec), optax.sgd(0.1))
+        state, losses = trainer.init(jax.random.key(0)), []
+        for step in range(2):
+            state, metrics = trainer.step(state, token_batch(step))
+            losses.append(float(metrics["loss"]))
+        found.append(losses)
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-3)

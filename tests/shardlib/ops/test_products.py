@@ -55,3 +55,5 @@ def test_products_that_are_wide_already_are_left_alone():
     assert str(jax.make_jaxpr(lambda a, b: annotate.dot_general(a, b, dims))(lhs, rhs)) == str(plain)
     lhs, rhs, dims = operands("matrix")
     assert WIDE(lhs, rhs, dims, preferred_element_type=jnp.float32).dtype == jnp.float32
+    whole = jnp.ones((2, 3, 4), jnp.int32), jnp.ones((4, 5), jnp.int32)
+    assert WIDE(*whole, dims).dtype == jnp.int32
