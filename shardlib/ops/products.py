@@ -74,11 +74,10 @@ def _transposed(
     # What y had contracted stays in y's order. Of the two orders of the operands the one without a transpose of the
     # result: XLA folds such a transpose into a product that its CPU backend cannot run (seen in JAX 0.10.2).
     x_by_y = [x_dim for _, x_dim in sorted(zip(y_contracted, x_contracted, strict=True))]
-    operands, contracted, order = (cotangent, y), (of_y, tuple(y_kept)), [*x_batch, *x_kept, *x_by_y]
-    batch = tuple(range(len(x_batch))), tuple(y_batch)
-    if order != sorted(order):
-        operands, contracted, order = operands[::-1], contracted[::-1], [*x_batch, *x_by_y, *x_kept]
-        batch = batch[::-1]
-    left, right = operands
-    product = jax.lax.dot_general(left, right, (contracted, batch), precision=precision, preferred_element_type=dtype)
+    whole, order = tuple(range(len(x_batch))), [*x_batch, *x_kept, *x_by_y]
+    multiply = functools.partial(jax.lax.dot_general, precision=precision, preferred_element_type=dtype)
+    if order == sorted(order):
+        product = multiply(cotangent, y, ((of_y, y_kept), (whole, y_batch)))
+    else:
+        product, order = multiply(y, cotangent, ((y_kept, of_y), (y_batch, whole))), [*x_batch, *x_by_y, *x_kept]
     return jax.lax.transpose(product, [order.index(dim) for dim in range(x.ndim)]).astype(x.dtype)
