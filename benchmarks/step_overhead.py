@@ -4,7 +4,7 @@ Every way of writing it (`variants.py`) computes the same losses from the same w
 seconds of the process, user + system, taken in turns: each round runs every way once, in another order, and a ratio is
 the median over the rounds. Exit status 1 when the toolkit misses a threshold.
 
-    python -m benchmarks.step_overhead [--quick] [--mesh data=8] [--rounds 5] [--json FILE]
+    python -m benchmarks.step_overhead [--compare explicit] [--quick] [--mesh data=8] [--rounds 5] [--json FILE]
 """
 
 import argparse
@@ -24,11 +24,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.variants import BASE, FULL, MICRO, OURS, VARIANTS, Case, Prepared
+from benchmarks.variants import COMPARISONS, FULL, MICRO, Case, Prepared, Variants
 from shardlib.audit.hlo import parse
 from shardlib.audit.memory import read_memory
 from shardlib.audit.program import totals
 
+BASE: Final = "plain"
 MESHES: Final = ("data=8", "fsdp=8", "data=2,tensor=4")
 
 # The toolkit's value over the hand-written one, at most.
@@ -65,7 +66,7 @@ Results = dict[str, dict[str, Measured]]  # mesh -> variant -> what was measured
 
 
 def measure(
-    case: Case, *, rounds: int, compile_rounds: int, variants: Sequence[str], note: Callable[[str], None]
+    case: Case, *, rounds: int, compile_rounds: int, variants: Variants, note: Callable[[str], None]
 ) -> dict[str, Measured]:
     """Measures the variants on one mesh, in turns.
 
@@ -73,7 +74,7 @@ def measure(
         AssertionError: two variants disagree about a loss, so that comparing them means nothing.
     """
     found = {name: Measured() for name in variants}
-    prepared = _compile_in_turns(case, found, rounds=compile_rounds, note=note)
+    prepared = _compile_in_turns(case, variants, found, rounds=compile_rounds, note=note)
     weights, states = case.weights(), dict[str, Any]()
     for name, each in prepared.items():
         compiled = each.compile()
@@ -91,7 +92,7 @@ def measure(
     check_losses(found)
     for turn in range(rounds):
         note(f"{case.mesh}: step round {turn + 1} of {rounds}")
-        for name in _shuffled(variants, turn):
+        for name in _shuffled(list(variants), turn):
             batch = prepared[name].place_batch(case.tokens())
             start = time.process_time()
             states[name], metrics = prepared[name].step(states[name], batch)
@@ -101,7 +102,7 @@ def measure(
 
 
 def _compile_in_turns(
-    case: Case, found: dict[str, Measured], *, rounds: int, note: Callable[[str], None]
+    case: Case, variants: Variants, found: dict[str, Measured], *, rounds: int, note: Callable[[str], None]
 ) -> dict[str, Prepared]:
     """Prepares and compiles every variant from scratch in each round; returns those of the last round."""
     prepared: dict[str, Prepared] = {}
@@ -110,7 +111,7 @@ def _compile_in_turns(
         for name in _shuffled(list(found), turn):
             jax.clear_caches()
             start = time.process_time()
-            prepared[name] = VARIANTS[name](case)
+            prepared[name] = variants[name](case)
             middle = time.process_time()
             prepared[name].compile()
             found[name].values.setdefault("prepare_cpu_seconds", []).append(middle - start)
@@ -137,12 +138,12 @@ def ratio(found: dict[str, Measured], name: str, quantity: str) -> float:
     return statistics.median(mine / base if base else 1.0 if not mine else float("inf") for mine, base in pairs)
 
 
-def missed(results: Results) -> list[str]:
+def missed(results: Results, ours: Sequence[str]) -> list[str]:
     """One line per threshold that the toolkit does not meet."""
     return [
         f"{mesh}: {name}: {quantity} is {value:.4f} of the hand-written one, above {limit}"
         for mesh, found in results.items()
-        for name in OURS
+        for name in ours
         if name in found
         for quantity, limit in MAX_RATIO.items()
         if (value := ratio(found, name, quantity)) > limit
@@ -170,7 +171,7 @@ def print_table(shown: Table) -> None:
     Console(width=None if console.is_terminal else 160).print(shown)
 
 
-def to_json(results: Results) -> dict[str, Any]:
+def to_json(results: Results, ours: Sequence[str]) -> dict[str, Any]:
     """All values, ratios and misses as plain JSON values."""
     meshes = {
         mesh: {
@@ -184,7 +185,7 @@ def to_json(results: Results) -> dict[str, Any]:
         }
         for mesh, found in results.items()
     }
-    return {"jax": jax.__version__, "thresholds": MAX_RATIO, "meshes": meshes, "missed": missed(results)}
+    return {"jax": jax.__version__, "thresholds": MAX_RATIO, "meshes": meshes, "missed": missed(results, ours)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -193,24 +194,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured as JSON")
     parser.add_argument("--quick", action="store_true", help="a tiny model: shows that it runs; its times say nothing")
     parser.add_argument("--mesh", action="append", help=f"measure only this mesh (repeatable); all: {MESHES}")
-    parser.add_argument("--variant", action="append", choices=list(VARIANTS), help="only this one (repeatable)")
+    parser.add_argument("--compare", choices=list(COMPARISONS), default="automatic", help="what is compared")
+    parser.add_argument("--variant", action="append", metavar="NAME", help="only this one (repeatable)")
     parser.add_argument("--rounds", type=int, help="rounds of steps, 5 unless given")
     parser.add_argument("--compile-rounds", type=int, help="rounds of compilations, 2 unless given")
     chosen = parser.parse_args(argv)
-    variants = [name for name in VARIANTS if not chosen.variant or name in chosen.variant or name == BASE]
+    comparison = COMPARISONS[chosen.compare]
+    unknown = set(chosen.variant or []) - set(comparison.variants)
+    if unknown:
+        parser.error(f"--variant {min(unknown)!r}: {chosen.compare} compares {', '.join(comparison.variants)}")
+    picked = {BASE, *(chosen.variant or comparison.variants)}
+    variants = {name: make for name, make in comparison.variants.items() if name in picked}
     results: Results = {}
     for mesh in chosen.mesh or MESHES:
         results[mesh] = measure(
-            Case(config=MICRO if chosen.quick else FULL, batch=16, mesh=mesh),
+            Case(
+                config=MICRO if chosen.quick else FULL,
+                batch=comparison.batch,
+                mesh=mesh,
+                num_microbatches=comparison.num_microbatches,
+            ),
             rounds=chosen.rounds or (1 if chosen.quick else 5),
             compile_rounds=chosen.compile_rounds or (1 if chosen.quick else 2),
             variants=variants,
             note=lambda line: print(line, file=sys.stderr, flush=True),
         )
         if chosen.json:  # after every mesh: a long run that is cut short has told something
-            chosen.json.write_text(json.dumps(to_json(results), indent=2) + "\n")
+            chosen.json.write_text(json.dumps(to_json(results, comparison.ours), indent=2) + "\n")
     print_table(table(results))
-    problems = [] if chosen.quick else missed(results)
+    problems = [] if chosen.quick else missed(results, comparison.ours)
     for line in problems:
         print(f"missed: {line}", file=sys.stderr)
     return 1 if problems else 0

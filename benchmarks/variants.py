@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
-from benchmarks import flax_linen_gpt, flax_nnx_gpt, plain_gpt
+from benchmarks import flax_linen_gpt, flax_nnx_gpt, plain_explicit, plain_gpt
 from meshes.build import make_mesh
 from models import gpt, gpt_nnx
 from models.gpt import Config
@@ -36,11 +36,12 @@ MICRO: Final = Config(layers=2, embed=32, heads=8, mlp=64, vocab=64, length=16, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """What is computed: sizes, global batch and mesh; a static value."""
+    """What is computed: sizes, global batch, mesh, microbatches; a static value."""
 
     config: Config
     batch: int
     mesh: str
+    num_microbatches: int = 1
 
     def make_mesh(self) -> Mesh:
         """The mesh on emulated CPU devices."""
@@ -86,13 +87,27 @@ class Prepared:
 
 def plain(case: Case) -> Prepared:
     """By hand: `plain_gpt`."""
+    return _plain(case, plain_gpt.train_step)
+
+
+def plain_explicit_step(case: Case) -> Prepared:
+    """By hand, explicit: `plain_explicit.explicit_step`."""
+    return _plain(case, functools.partial(plain_explicit.explicit_step, num_microbatches=case.num_microbatches))
+
+
+def plain_scanned_step(case: Case) -> Prepared:
+    """By hand, accumulating under jit: `plain_explicit.scanned_step`."""
+    return _plain(case, functools.partial(plain_explicit.scanned_step, num_microbatches=case.num_microbatches))
+
+
+def _plain(case: Case, train_step: Callable[..., Any]) -> Prepared:
     at, optimizer = plain_gpt.Layout.of(case.make_mesh()), case.optimizer()
     init = functools.partial(plain_gpt.init_params, c=case.config)
     abstract_params = jax.eval_shape(init, jax.random.key(0))
     specs = plain_gpt.param_specs(at)
     moments = optax.ScaleByAdamState(count=P(), mu=specs, nu=specs)  # pyright: ignore[reportArgumentType]
     state_specs = (specs, (moments, optax.EmptyState(), optax.EmptyState()))
-    step = functools.partial(plain_gpt.train_step, config=case.config, at=at, optimizer=optimizer)
+    step = functools.partial(train_step, config=case.config, at=at, optimizer=optimizer)
     abstract_state = (abstract_params, jax.eval_shape(optimizer.init, abstract_params))
     return _jitted(
         case,
@@ -183,24 +198,67 @@ def toolkit_nnx(case: Case) -> Prepared:
     return _toolkit(case, gpt_nnx.build(case.config, batch=case.batch))
 
 
-BASE: Final = "plain"
-AGAIN: Final = "plain again"
-OURS: Final = ("toolkit linen", "toolkit nnx")
-# `plain` stands here twice: what differs between the two is noise.
-VARIANTS: Final[dict[str, Callable[[Case], Prepared]]] = {
-    BASE: plain,
-    AGAIN: plain,
-    "flax linen": flax_linen,
-    "flax nnx": flax_nnx,
-    "toolkit linen": toolkit_linen,
-    "toolkit nnx": toolkit_nnx,
+def toolkit_explicit(case: Case) -> Prepared:
+    """shardlib with `models.gpt`, explicit lowering."""
+    return _toolkit(case, gpt.build(case.config, batch=case.batch), lowering="explicit")
+
+
+Variants = dict[str, Callable[[Case], Prepared]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Ways of writing one thing; a static value.
+
+    Args:
+        variants: the first is the hand-written one that the others are measured against. It stands there twice:
+            what differs between the two is noise.
+        ours: the names held to the thresholds.
+        num_microbatches: accumulated per step.
+        batch: global rows per step.
+    """
+
+    variants: Variants
+    ours: tuple[str, ...]
+    num_microbatches: int = 1
+    batch: int = 16
+
+
+COMPARISONS: Final[dict[str, Comparison]] = {
+    "automatic": Comparison(
+        variants={
+            "plain": plain,
+            "plain again": plain,
+            "flax linen": flax_linen,
+            "flax nnx": flax_nnx,
+            "toolkit linen": toolkit_linen,
+            "toolkit nnx": toolkit_nnx,
+        },
+        ours=("toolkit linen", "toolkit nnx"),
+    ),
+    "explicit": Comparison(
+        variants={"plain": plain_explicit_step, "plain again": plain_explicit_step, "toolkit": toolkit_explicit},
+        ours=("toolkit",),
+    ),
+    "accumulation": Comparison(
+        variants={
+            "plain": plain_explicit_step,
+            "plain again": plain_explicit_step,
+            "jit and scan": plain_scanned_step,
+            "toolkit": toolkit_explicit,
+        },
+        ours=("toolkit",),
+        num_microbatches=8,
+        batch=64,
+    ),
 }
 
 
-def _toolkit(case: Case, example: Any) -> Prepared:
+def _toolkit(case: Case, example: Any, **options: Any) -> Prepared:
     module, loss, batch_spec = example
-    bound = sl.bind(module, loss, sl.Plan(mesh=case.mesh), batch_spec)  # pyright: ignore[reportArgumentType]
-    trainer = sl.Trainer(bound, case.optimizer(), mesh=case.make_mesh())
+    plan = sl.Plan(mesh=case.mesh, num_microbatches=case.num_microbatches, **options)  # pyright: ignore[reportArgumentType]
+    bound = sl.bind(module, loss, plan, batch_spec)
+    trainer = sl.Trainer(bound, case.optimizer(), mesh=case.make_mesh(), check_separable=False)
 
     def start(weights: Any) -> Any:
         params = _like(bound.abstract_params, weights)
