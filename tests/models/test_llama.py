@@ -60,14 +60,14 @@ def test_every_parameter_is_named(options):
     [("llama_8b", 8.03, 8_030_261_248), ("llama_70b", 70.6, 70_553_706_496), ("llama_405b", 405.9, 405_853_388_800)],
 )
 def test_published_sizes_and_nothing_allocated(name, billions, count):
-    before = len(jax.live_arrays())
+    before = jax.live_arrays()  # kept, so that none of them can be collected meanwhile
     factory, loss, spec = getattr(llama, name)()
     state = abstract(factory)[1]
     assert sum(math.prod(variable.shape) for variable in flat(state).values()) == count
     assert count / 1e9 == pytest.approx(billions, rel=1e-3)
     result = jax.eval_shape(loss, state, {key: leaf.abstract() for key, leaf in spec.items()}, None)
     assert result.total.shape == ()
-    assert len(jax.live_arrays()) == before
+    assert {id(array) for array in jax.live_arrays()} <= {id(array) for array in before}
 
 
 def test_rotation_depends_on_the_distance_only():

@@ -71,7 +71,7 @@ def one_device_gradients(framework, dropout, dtype):
         parts = jax.vmap(one)(rows, keys)
         return parts.total.sum() / parts.weight.sum()
 
-    return jax.jit(jax.value_and_grad(objective), device=jax.devices()[0])
+    return jax.jit(jax.value_and_grad(objective))  # host arrays in: it runs on the first device
 
 
 @functools.cache
