@@ -19,6 +19,7 @@ from flax.core import meta
 
 from meshes.build import abstract_mesh
 from meshes.errors import ShardingError, nearest, raise_collected
+from meshes.shape import STANDARD_AXES
 from shardlib import batch_spec as batches
 from shardlib.annotate import under
 from shardlib.cost.promises import Arrays, PromisedCollective, promised
@@ -131,8 +132,8 @@ def bind(
         init: for linen modules whose call does not take batch entries by name: `(key, batch) -> variables`.
 
     Raises:
-        ShardingError: not a Flax model; arrays or activations that cannot be placed; a loss that is no scalar, or
-            whose weight depends on the parameters.
+        ShardingError: not a Flax model; a mesh axis that no rule uses; arrays or activations that cannot be placed; a
+            loss that is no scalar, or whose weight depends on the parameters.
     """
     mesh = abstract_mesh(plan.mesh)
     create = _creator(model, batch_spec, init)
@@ -148,6 +149,7 @@ def bind(
     _check_patterns(params)
     abstract_params, abstract_collections = _unboxed(boxed), _unboxed(boxed_collections)
     activations, num_sums = _trace(loss, plan, abstract_params, batch_spec, abstract_collections)
+    unused = _unused_axes(plan)  # last: what is wrong with one rule or array says more
     named = (*params.entries, *batch.entries, *activations)
     return Bound(
         plan=plan,
@@ -167,6 +169,7 @@ def bind(
             *batch.notices,
             *(notice for entry in activations for notice in notices_of(entry)),
             *_dead_rules(plan, named),
+            *unused,
             *_key_notices(),
         ),
     )
@@ -231,6 +234,22 @@ def _check_patterns(params: Resolution) -> None:
         ],
         heading="patterns that can never fire:",
     )
+
+
+def _unused_axes(plan: Plan) -> list[str]:
+    """Mesh axes that no rule mentions: an error, or notices under rules that replicate what they do not know."""
+    used = {axis for rule in plan.placement_rules.rules for axis in rule.mesh_axes}
+    found = []
+    for axis, size in plan.mesh.axes:
+        if size > 1 and axis not in used:
+            near = "" if axis in STANDARD_AXES else nearest(axis, used)
+            what = (
+                f"mesh {plan.mesh}: no rule uses the axis {axis!r}{near}, so its {size} devices would do the same work"
+            )
+            if plan.rules.unknown == "error":
+                raise ShardingError(what, fix=f'leave {axis!r} out, or add a rule such as "batch -> {axis}"')
+            found.append(what)
+    return found
 
 
 def _dead_rules(plan: Plan, named: tuple[Entry, ...]) -> list[str]:

@@ -14,8 +14,8 @@ from typing import Any, Final
 
 import optax
 
-from meshes.errors import ShardingError, nearest
-from meshes.shape import STANDARD_AXES, MeshShape
+from meshes.errors import ShardingError
+from meshes.shape import MeshShape
 from shardlib.batch_spec import resized
 from shardlib.binding import Bound, abstract_parameters, bind
 from shardlib.cli.model import Loaded, import_object
@@ -141,36 +141,22 @@ def bind_model(model: Loaded, *, plan: Plan, batch_spec: Any) -> Bound:
     """The model bound under a plan made of the options.
 
     Raises:
-        ShardingError: also for a mesh axis that no rule uses, with what an option has to do with the failure.
+        ShardingError: what `bind` raises, with the option that repairs it where there is one.
     """
     try:
         with user_code(f"MODEL {model.name!r}"):
-            bound = bind(model.module, model.loss, plan, batch_spec)
+            return bind(model.module, model.loss, plan, batch_spec)
     except ShardingError as error:
         fix = _option_fix(str(error), plan.rules)
         if fix is None:
             raise
         raise ShardingError(str(error), fix=fix) from error
-    _check_axes_used(plan.mesh, plan.rules)
-    return bound
 
 
 def explained(bound: Bound, optimizer: optax.GradientTransformation, *, name: str) -> Explanation:
     """The explanation with the bytes of this optimizer."""
     with user_code(f"--optimizer {name!r}"):
         return bound.explain(optimizer)
-
-
-def _check_axes_used(mesh: MeshShape, rules: Rules) -> None:
-    """A mesh axis that no rule mentions would have all its devices do the same work, without a word."""
-    used = {axis for rule in rules.rules for axis in rule.mesh_axes}
-    for axis, size in mesh.axes:
-        if size != 1 and axis not in used:
-            near = "" if axis in STANDARD_AXES else nearest(axis, used)
-            raise ShardingError(
-                f"mesh {mesh}: no rule uses the axis {axis!r}{near}, so its {size} devices would do the same work",
-                fix=f'leave {axis!r} out, or add a rule such as "batch -> {axis}" with --rules FILE',
-            )
 
 
 def _option_fix(message: str, rules: Rules) -> str | None:

@@ -153,3 +153,22 @@ def test_explaining_needs_no_more_than_shapes():
     ).explain(optax.sgd(0.1))
     assert explanation.num_parameters == 64 * 128 + 128 * 16
     assert jax.tree.leaves(explanation.totals["optimizer_state"].total) == [0]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "says"),
+    [
+        (
+            "data=2,tensr=4",
+            "no rule uses the axis 'tensr' (did you mean 'tensor'?), so its 4 devices would",
+        ),
+        ("data=2,stage=2", "no rule uses the axis 'stage', so its 2 devices would do the same work"),
+    ],
+)
+def test_a_mesh_axis_that_no_rule_uses_is_an_error(mesh, says):
+    model, loss, spec = small_model()
+    with pytest.raises(ShardingError) as caught:
+        sl.bind(model, loss, sl.Plan(mesh=mesh), spec)
+    assert says in str(caught.value)
+    assert "fix: leave" in str(caught.value)
+    assert sl.bind(model, loss, sl.Plan(mesh="data=2,tensr=1"), spec)  # an axis of size 1 repeats nothing
