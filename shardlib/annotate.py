@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 import flax.linen as nn
 import jax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 LAYERS = "layers"
 METADATA_KEY = "logical_axes"
+BOUNDARY = "shardlib_layer_boundary"
 T = TypeVar("T")
 
 
@@ -65,6 +67,23 @@ def constrain(x: T, *names: str | None) -> T:
     """
     active = _active.get()
     return x if active is None else active.constrain(x, names)
+
+
+def layer_boundary(x: T) -> T:
+    """Marks where one layer ends and the next begins, for a pipeline; the identity otherwise.
+
+    For layers in a Python loop, which no scan shows: call it on the activations before the first layer and after every
+    layer. What passes from layer to layer must pass through it, all in one call.
+
+    Args:
+        x: a pytree of arrays.
+
+    Example:
+        x = layer_boundary(x)
+        for layer in layers:
+            x = layer_boundary(layer(x))
+    """
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, BOUNDARY), x)
 
 
 def attention(

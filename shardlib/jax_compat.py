@@ -6,6 +6,7 @@ In: values of public JAX. Out: what only private modules tell.
 """
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ import jax
 # Seen in JAX 0.10.2 and 0.12.0: the dead-code pass that jax.checkpoint and jax.linearize use. There is no public
 # way to ask which inputs an output depends on through nested jit, scan and cond; a public one would replace it.
 from jax._src.interpreters.partial_eval import dce_jaxpr
+
+# Seen in 0.10.2 and 0.12.0: the frames of the user's files that made an equation. `jax.extend` does not tell.
+from jax._src.source_info_util import user_frames
 from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun, jaxprs_in_params
 
 
@@ -51,6 +55,15 @@ def pruned(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
 def opened(jaxpr: Any) -> Any:
     """The jaxpr itself of an open or closed one; 0.12 has one type for both, with `.jaxpr` the identity on it."""
     return jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
+
+
+def constants_of(jaxpr: Any) -> dict[Any, Any]:
+    """The constants of a closed jaxpr by the variables that stand for them; none for an open one.
+
+    0.10 keeps them beside the jaxpr in a ClosedJaxpr, 0.12 in the jaxpr itself.
+    """
+    values = getattr(jaxpr, "consts", ())
+    return dict(zip(opened(jaxpr).constvars, values, strict=True)) if values else {}
 
 
 def with_jaxpr(original: Any, jaxpr: Any) -> Any:
@@ -120,6 +133,18 @@ def renamed(equation: Any, read: Callable[[Any], Any], *, outputs: Sequence[Any]
     if caller is not None:
         source = source.replace(name_stack=caller.source_info.name_stack + source.name_stack)
     return equation.replace(invars=[read(atom) for atom in equation.invars], outvars=outputs, source_info=source)
+
+
+_NOT_THE_MODEL = (f"{os.sep}flax{os.sep}", f"shardlib{os.sep}annotate.py")
+
+
+def source_line(equation: Any) -> str:
+    """The user's file and line that made an equation, or "" where JAX kept none."""
+    for frame in user_frames(equation.source_info.traceback):
+        if not any(part in frame.file_name for part in _NOT_THE_MODEL):
+            path = os.path.relpath(frame.file_name)
+            return f"{frame.file_name if path.startswith('..') else path}:{frame.start_line}"
+    return ""
 
 
 def manual_axes(jaxpr: Any) -> set[str]:

@@ -1,0 +1,61 @@
+"""A loss in four parts: before the layers, one layer, after the layers, and what layers need beside the carry.
+
+In: nothing; `cut` makes these, or a hand. Out: functions on flat lists that the executor runs where they belong.
+
+    carry = parts.pre(outer, piece)
+    consts, per_layer = parts.side(outer, piece)
+    carry, outputs = parts.block(layer, consts, carry, [a[0] for a in per_layer])
+    results = parts.post(outer, piece, carry, [stack of the outputs])
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardlib.pipeline.stack import Stacked
+
+Leaves = list[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """A loss cut at its layers; a static value. Arrays are flat lists, in the order of the loss's own arguments.
+
+    Args:
+        num_layers: L.
+        stacked: the parameters of the layers.
+        outer: positions of all other parameters.
+        pre: (outer, piece) -> carry; the embedding.
+        side: (outer, piece) -> (values every layer reads, values with a slice per layer along dim 0).
+        block: (one layer's parameters, side values, carry, one layer's slices) -> (carry, that layer's outputs).
+        post: (outer, piece, carry, outputs of all layers along dim 0) -> the loss's results; head and loss.
+        carry: the carry as abstract arrays.
+        outputs: the outputs of all layers as abstract arrays [L, ...].
+        where: the scan or the markers that were cut, with the model's line.
+        flops: FLOPs of matrix products in pre, one block, post and side, forward.
+    """
+
+    num_layers: int
+    stacked: tuple[Stacked, ...]
+    outer: tuple[int, ...]
+    pre: Callable[[Leaves, Leaves], Leaves]
+    side: Callable[[Leaves, Leaves], tuple[Leaves, Leaves]]
+    block: Callable[[Leaves, Leaves, Leaves, Leaves], tuple[Leaves, Leaves]]
+    post: Callable[[Leaves, Leaves, Leaves, Leaves], Leaves]
+    carry: tuple[jax.ShapeDtypeStruct, ...]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    where: str = "by hand"
+    flops: tuple[int, int, int, int] = (0, 0, 0, 0)
+
+    @property
+    def message(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """What travels from stage to stage: the carry, and the outputs of all layers so far."""
+        return (*self.carry, *self.outputs)
+
+    @property
+    def message_bytes(self) -> int:
+        """Bytes of one message, at the shapes the loss was traced with."""
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in self.message)
+
