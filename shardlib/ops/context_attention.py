@@ -1,0 +1,153 @@
+"""Context-parallel attention on global arrays: any kind, as a region manual over the axes it is told.
+
+In: arrays with the whole sequence, in the order of their placement. Out: attention like on one device.
+
+    out = context_attention(query, key, value, kind="ring", axis="context", placement="zigzag", causal=True, mesh=mesh)
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import PartitionSpec as P
+
+from meshes.errors import ShardingError, nearest
+from shardlib.ops.all_to_all_attention import all_to_all_attention, copies_of_kv_heads
+from shardlib.ops.gather_attention import gather_attention
+from shardlib.ops.ring_attention import ring_attention
+
+
+def _hybrid(query: jax.Array, key: jax.Array, value: jax.Array, *, axis: tuple[str, str], **options: Any) -> jax.Array:
+    return all_to_all_attention(query, key, value, ring_axis=axis[0], axis=axis[1], **options)
+
+
+KINDS: Final[Mapping[str, Callable[..., jax.Array]]] = {
+    "ring": ring_attention,
+    "all_to_all": all_to_all_attention,
+    "gather": gather_attention,
+    "hybrid": _hybrid,
+}
+"""Per-shard bodies by kind; "hybrid" takes two axes, the ring's first."""
+
+
+def context_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    kind: str,
+    axis: str | tuple[str, str],
+    placement: str = "contiguous",
+    causal: bool = False,
+    window: int | None = None,
+    mask: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    batch_axes: tuple[str, ...] = (),
+    head_axes: tuple[str, ...] = (),
+    mesh: Mesh | AbstractMesh | None = None,
+) -> jax.Array:
+    """Attention with the sequence over `axis`, the batch over `batch_axes` and the heads over `head_axes`.
+
+    Inside a region that is manual over some of these axes already (a pipeline's, over stage and data), the arrays
+    are local in them, and only the others are made manual here.
+
+    Args:
+        query: [batch, length, heads, head_dim], in the order of the placement.
+        key, value: [batch, length, kv_heads, head_dim]. KV heads that do not divide over `head_axes` are repeated
+            as often as needed for that.
+        kind: one of `KINDS`.
+        axis: the context axis; for the hybrid (ring axis, all-to-all axis).
+        placement: one of `context_layout.PLACEMENTS`, over the ring.
+        causal, window: as for `ring_attention`.
+        mask: [batch or 1, heads or 1, length or 1, keys], boolean, rows and columns in the order of the placement.
+        segment_ids: [batch, length], integer.
+        positions: [batch or 1, length], integer, in place of the placement's.
+        mesh: None for the one in force (`jax.set_mesh`, or the region around).
+
+    Returns:
+        [batch, length, heads, head_dim], of the query's dtype, divided as the query.
+
+    Raises:
+        ShardingError: an unknown kind or axis, no mesh, sizes that do not divide, and what the kind raises.
+    """
+    mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    _check(mesh, kind=kind, axes=axes, others=(*batch_axes, *head_axes))
+    sizes, manual = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), set(mesh.manual_axes)
+    # Axes that are manual around us have divided the arrays already.
+    free = lambda names: tuple(name for name in names if name not in manual)  # noqa: E731
+    batch, heads, length = free(batch_axes), free(head_axes), free(axes)
+    over = {name: math.prod(sizes[each] for each in names) for name, names in (("b", batch), ("h", heads), ("l", length))}
+    _check_sizes(query, key, batch=over["b"], heads=over["h"], length=over["l"], axes=axes, placement=placement)
+    repeats = copies_of_kv_heads(key.shape[2], shards=over["h"])
+    if repeats > 1:
+        key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
+    body = functools.partial(
+        KINDS[kind], axis=axis if kind == "hybrid" else axes[0], placement=placement, causal=causal, window=window
+    )
+    labels = {"mask": mask, "segment_ids": segment_ids, "positions": positions}
+    named = {"mask": (batch, heads, length, ()), "segment_ids": (batch, length), "positions": (batch, length)}
+    labels = {name: x for name, x in labels.items() if x is not None}
+    specs = {name: _spec(x, named[name]) for name, x in labels.items()}
+    whole = P(batch or None, length or None, heads or None, None)
+    if not (batch or heads or length):
+        return body(query, key, value, **labels)
+    region = jax.shard_map(
+        lambda query, key, value, labels: body(query, key, value, **labels),
+        mesh=mesh,
+        in_specs=(whole, whole, whole, specs),
+        out_specs=whole,
+        axis_names={*batch, *heads, *length},
+        check_vma=False,
+    )
+    operands = (query, key, value, labels)
+    if AxisType.Explicit in mesh.axis_types:
+        operands = jax.tree.map(jax.sharding.reshard, operands, (whole, whole, whole, specs))
+    return region(*operands)
+
+
+def _spec(x: jax.Array, dims: tuple[tuple[str, ...], ...]) -> P:
+    """Dims over their axes; those of size 1 stand for all and stay whole."""
+    return P(*(names if names and size != 1 else None for size, names in zip(x.shape, dims, strict=True)))
+
+
+def _check(mesh: Mesh | AbstractMesh, *, kind: str, axes: tuple[str, ...], others: tuple[str, ...]) -> None:
+    if kind not in KINDS:
+        raise ShardingError(
+            f"attention kind {kind!r} is unknown{nearest(kind, KINDS)}", fix=f"use one of {', '.join(KINDS)}"
+        )
+    wanted = 2 if kind == "hybrid" else 1
+    if len(axes) != wanted:
+        raise ShardingError(
+            f"{kind} attention over the axes {list(axes)}",
+            fix='give axis=("ring_axis", "all_to_all_axis")' if wanted == 2 else f"give one axis, axis={axes[0]!r}",
+        )
+    if not mesh.axis_names:
+        raise ShardingError("context attention without a mesh", fix="pass mesh=, or call it under jax.set_mesh(mesh)")
+    for name in (*axes, *others):
+        if name not in mesh.axis_names:
+            raise ShardingError(
+                f"the mesh has no axis {name!r}{nearest(name, mesh.axis_names)}", fix=f"its axes: {mesh.axis_names}"
+            )
+
+
+def _check_sizes(query, key, *, batch: int, heads: int, length: int, axes: tuple[str, ...], placement: str) -> None:
+    if query.shape[0] % batch:
+        raise ShardingError(f"batch {query.shape[0]} does not divide over {batch} shards", fix="pad or resize the batch")
+    if query.shape[2] % heads or query.shape[2] % key.shape[2]:
+        raise ShardingError(
+            f"{query.shape[2]} query heads, {key.shape[2]} KV heads: query heads must be a multiple of the KV heads "
+            f"and divide over {heads} shards of heads",
+            fix="leave head_axes out, or use a tensor axis that divides the heads",
+        )
+    if query.shape[1] % length:
+        chunks = length * (2 if placement == "zigzag" else 1)
+        raise ShardingError(
+            f"length {query.shape[1]} is not divisible by {'x'.join(axes)}={length}",
+            fix=f"pad the sequence to length {-(-query.shape[1] // chunks) * chunks} and mask the padding",
+        )

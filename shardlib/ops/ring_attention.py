@@ -1,0 +1,154 @@
+"""Ring attention: keys and values travel from shard to shard while each shard computes with those it holds.
+
+In: one shard of a sequence, inside a region manual over the context axis. Out: the attention of its queries over the
+whole sequence. KV heads travel, never repeated ones; gradients of keys and values travel in float32.
+
+    out = ring_attention(query, key, value, axis="context", placement="zigzag", causal=True)
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from shardlib.ops import online_softmax
+from shardlib.ops.attention_mask import Rule
+from shardlib.ops.context_arguments import Arguments, Shards, merged_heads, prepare
+from shardlib.ops.context_layout import needed_shifts
+
+LARGEST_TILE = 512
+
+
+def ring_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    axis: str | None,
+    placement: str = "contiguous",
+    causal: bool = False,
+    window: int | None = None,
+    mask: jax.Array | None = None,
+    segment_ids: jax.Array | None = None,
+    positions: jax.Array | None = None,
+    largest_tile: int = LARGEST_TILE,
+) -> jax.Array:
+    """Softmax attention over a sequence divided over a mesh axis; the meaning is `annotate.reference_attention`'s.
+
+    Sends c - 1 blocks of keys and of values forward and backward, and c - 1 of their gradients, over c shards; with a
+    window only as far as some query sees. A block's transfer does not depend on the computation with the block before
+    it, so that both may run at once. Rows that may attend to nothing are 0.
+
+    Args:
+        query: [batch, length_local, heads, head_dim], in the order of the placement.
+        key, value: [batch, length_local, kv_heads, head_dim]; heads is a multiple of kv_heads.
+        axis: mesh axis over which the region is manual; None when the device holds the whole sequence.
+        placement: which tokens a shard holds (`context_layout.order`).
+        causal: a query attends to positions up to its own.
+        window: a query attends to keys less than this many positions away, its own included.
+        mask: [batch or 1, heads or 1, length_local or 1, keys], boolean, True where a query may attend; keys of the
+            whole sequence, in the order of the placement.
+        segment_ids: [batch, length_local], integer; tokens attend within their own segment.
+        positions: [batch or 1, length_local], integer, for `causal` and `window`, in place of the placement's.
+        largest_tile: rows and columns of scores computed at a time, at most.
+
+    Returns:
+        [batch, length_local, heads, head_dim], of the query's dtype.
+
+    Raises:
+        ShardingError: shapes that do not fit, a length that does not divide, a window beyond the length.
+
+    Source: Liu et al. 2023 (2310.01889) section 3.
+    """
+    shards = Shards(axis=axis, placement=placement, positions_given=positions is not None)
+    rule = Rule(causal=causal, window=window)
+    arguments = prepare(
+        query, key, value, shards=shards, rule=rule, mask=mask, segment_ids=segment_ids, positions=positions
+    )
+    ring = _Ring(shards=shards, rule=rule, tile=shards.tile(query.shape[1], largest=largest_tile))
+    return merged_heads(_attend(ring, arguments))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ring:
+    """The static part; hashable."""
+
+    shards: Shards
+    rule: Rule
+    tile: int
+
+    def shifts(self, local_length: int) -> tuple[int, ...]:
+        """How far back the blocks come from with which the device computes, in turn."""
+        # Given positions are data: any shard may see any other.
+        return needed_shifts(
+            length=local_length * self.shards.count,
+            shards=self.shards.count,
+            placement=self.shards.placement,
+            causal=self.rule.causal,
+            window=None if self.shards.positions_given else self.rule.window,
+        )
+
+    def sent(self, tree: Any, distance: int) -> Any:
+        """The tree of the shard `distance` before this one, around the ring."""
+        count = self.shards.count
+        pairs = [(source, (source + distance) % count) for source in range(count)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.shards.axis, pairs), tree)
+
+    def options(self, arguments: Arguments, shift: int) -> dict[str, Any]:
+        """For `online_softmax`: the block that came from `shift` shards back."""
+        local = arguments.key.shape[2]
+        begin = (self.shards.index - shift) % self.shards.count * local
+        return {"view": arguments.view(begin, local), "rule": self.rule, "tiles": (self.tile, self.tile)}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(ring: _Ring, arguments: Arguments) -> jax.Array:
+    return _forward(ring, arguments)[0]
+
+
+def _forward(ring: _Ring, arguments: Arguments):
+    query, held = arguments.query, (arguments.key, arguments.value)
+    state = online_softmax.start(query, value_dim=arguments.value.shape[-1])
+    shifts = ring.shifts(query.shape[3])
+    for shift, following in zip(shifts, (*shifts[1:], None)):
+        arriving = None if following is None else ring.sent(held, following - shift)
+        state = online_softmax.attend(state, query, *held, **ring.options(arguments, shift))
+        held = arriving
+    result, log_weight = online_softmax.finish(state)
+    result = result.astype(query.dtype)
+    return result, (arguments, result, log_weight)
+
+
+def _backward(ring: _Ring, residuals: Any, out: jax.Array):
+    arguments, result, log_weight = residuals
+    query, own = arguments.query, (arguments.key, arguments.value)
+    cotangent = online_softmax.cotangent_of(out, result, log_weight)
+    shifts = ring.shifts(query.shape[3])
+    held, travelling, home = own, None, online_softmax.no_gradients(query, *own)
+    for number, shift in enumerate(shifts):
+        arriving = None
+        if number + 1 < len(shifts):
+            arriving = ring.sent(held, shifts[number + 1] - shift)
+        # The own block's gradients wait at home; those of the others follow their block, one step behind it, so that
+        # this transfer too runs beside the computation.
+        block = online_softmax.no_gradients(query, *held)._replace(query=home.query)
+        block = online_softmax.gradients(block, query, *held, cotangent=cotangent, **ring.options(arguments, shift))
+        if shift == 0:
+            home = block
+        else:
+            home = home._replace(query=block.query)
+            part = (block.key, block.value)
+            if travelling is not None:
+                arrived = ring.sent(travelling, shift - shifts[number - 1])
+                part = jax.tree.map(lambda a, b: a + b, arrived, part)
+            travelling = part
+        held = arriving
+    if travelling is not None:
+        returned = ring.sent(travelling, -shifts[-1])
+        home = home._replace(key=home.key + returned[0], value=home.value + returned[1])
+    cotangents = (x.astype(of.dtype) for x, of in zip(home, (query, *own), strict=True))
+    return (Arguments(*cotangents, rows=None, columns=None, mask=None),)  # pyright: ignore[reportArgumentType]
+
+
+_attend.defvjp(_forward, _backward)
