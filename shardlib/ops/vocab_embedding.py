@@ -108,7 +108,9 @@ def _backward(lookup: _Lookup, kept: tuple[jax.Array, jax.Array], cotangent: jax
         num_rows = table.shape[0]
         local, is_here = _local(shards, ids, num_rows)
         at = jnp.where(is_here, local, num_rows)  # past the end: dropped
-        gradient = _rows_together(jnp.zeros_like(table, jnp.float32)).at[at].add(cotangent.astype(jnp.float32), mode="drop")
+        gradient = (
+            _rows_together(jnp.zeros_like(table, jnp.float32)).at[at].add(cotangent.astype(jnp.float32), mode="drop")
+        )
         return _rows_together(gradient)[None]
 
     in_specs = (shards.vocab_spec(2, 0), shards.token_spec(2), shards.token_spec(3))

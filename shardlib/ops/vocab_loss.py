@@ -9,7 +9,6 @@ chunk's logits again.
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
@@ -18,10 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from meshes.errors import raise_collected
+from shardlib.ops.chunks import over_chunks
 from shardlib.ops.vocab_shards import BATCH_AXES, LENGTH_AXES, VOCAB_AXES, Shards, check_sizes, find_shards, varying
 
 NUM_CHUNKS: Final = 8
-"""Into how many parts the length is cut unless a caller says otherwise: an eighth of the local logits live at a time."""
+"""Into how many chunks the length is cut unless a caller says otherwise; one chunk's logits live at a time."""
 _LOWEST: Final = float(jnp.finfo(jnp.float32).min)  # finite: the difference of two infinities is no number
 
 
@@ -114,7 +114,14 @@ def token_losses(
         logits_dtype=jnp.dtype(logits_dtype),
         reduce_dtype=jnp.dtype(reduce_dtype),
     )
-    largest, sums = _statistics(head_loss, x, head, targets)
+    found: Any = _statistics(head_loss, x, head, targets)
+    return _per_token(found[0], found[1], targets, vocab=vocab, smoothing=smoothing, z_loss=z_loss)
+
+
+def _per_token(
+    largest: jax.Array, sums: jax.Array, targets: jax.Array, *, vocab: int, smoothing: float, z_loss: float
+) -> TokenLosses:
+    """The losses from what `_statistics` returns; what autodiff needs from here on is per token."""
     log_sum, target = jnp.log(sums[0]), sums[1] - largest
     nll = log_sum - target
     loss = nll
@@ -161,9 +168,7 @@ class _HeadLoss:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _statistics(
-    head_loss: _HeadLoss, x: jax.Array, head: jax.Array, targets: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def _statistics(head_loss: _HeadLoss, x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The largest logit [batch, length], a constant to derivatives, and sums [2 or 3, batch, length] over the words.
 
     The sums are of exp(logit - largest), of the target's logit, and for smoothing of all logits.
@@ -189,7 +194,7 @@ def _local_statistics(
             sums.append(_of_words(head_loss, logits).sum(axis=-1))
         return None, (largest, jnp.stack(sums, axis=2))
 
-    _, (own, sums) = _over_chunks(chunk, None, (x, targets), num_chunks=head_loss.num_chunks)
+    _, (own, sums) = over_chunks(chunk, None, (x, targets), num_chunks=head_loss.num_chunks)
     largest = head_loss.shards.largest(own)
     sums = jnp.moveaxis(sums, 2, 0)
     # Each shard's sum of exponentials counts from its own maximum.
@@ -198,8 +203,8 @@ def _local_statistics(
 
 
 def _forward(head_loss: _HeadLoss, x: jax.Array, head: jax.Array, targets: jax.Array) -> tuple[Any, Any]:
-    largest, sums = _statistics(head_loss, x, head, targets)
-    return (largest, sums), (x, head, targets, largest)
+    found: Any = _statistics(head_loss, x, head, targets)
+    return found, (x, head, targets, found[0])
 
 
 def _backward(head_loss: _HeadLoss, kept: Any, cotangents: Any) -> tuple[jax.Array, jax.Array, None]:
@@ -243,43 +248,11 @@ def _local_gradients(
 
     arrays = (x, targets, largest, jnp.moveaxis(by, 0, 2))
     zeros = jnp.zeros_like(head, jnp.float32)
-    dhead, dx = _over_chunks(chunk, zeros, arrays, num_chunks=head_loss.num_chunks)
+    dhead, dx = over_chunks(chunk, zeros, arrays, num_chunks=head_loss.num_chunks)
     # One value on all shards, except where a checked region says that each shard has an x of its own.
     axes = tuple(axis for axis in head_loss.shards.vocab if axis not in varying(x))
     dx = jax.lax.psum(dx, axes) if axes else dx
     return dx.astype(x.dtype), dhead[None]
-
-
-def _over_chunks(
-    function: Callable[..., tuple[Any, Any]], carry: Any, arrays: tuple[jax.Array, ...], *, num_chunks: int
-) -> tuple[Any, Any]:
-    """`carry, out = function(carry, *chunks)` in turn; the last chunk may be filled up with zeros.
-
-    Args:
-        function: arrays [batch, chunk, ...] to outputs with the same two dims first.
-        carry: what the first call gets.
-        arrays: [batch, length, ...].
-        num_chunks: at most this many.
-
-    Returns:
-        The last carry, and outputs [batch, length, ...].
-    """
-    length = arrays[0].shape[1]
-    size = -(-length // num_chunks)
-    count = -(-length // size)
-
-    def cut(array: jax.Array) -> jax.Array:
-        widths = [(0, 0), (0, count * size - length)] + [(0, 0)] * (array.ndim - 2)
-        return jnp.pad(array, widths).reshape(array.shape[0], count, size, *array.shape[2:])
-
-    pieces = [cut(array) for array in arrays]
-
-    def body(carry: Any, index: jax.Array) -> tuple[Any, Any]:
-        return function(carry, *(jax.lax.dynamic_index_in_dim(piece, index, axis=1, keepdims=False) for piece in pieces))
-
-    carry, outputs = jax.lax.scan(body, carry, jnp.arange(count))
-    join = lambda out: jnp.moveaxis(out, 0, 1).reshape(out.shape[1], count * size, *out.shape[3:])[:, :length]  # noqa: E731
-    return carry, jax.tree.map(join, outputs)
 
 
 def _of_words(head_loss: _HeadLoss, values: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from meshes.errors import ShardingError, nearest, raise_collected
+from meshes.errors import nearest, raise_collected
 from meshes.shape import STANDARD_AXES
 
 VOCAB_AXES: Final = ("tensor",)
@@ -240,5 +240,3 @@ def _entry(axes: Any) -> Any:
 
 def _product(axes: Any, sizes: dict[str, int]) -> str:
     return " x ".join(f"{axis}={sizes[axis]}" for axis in axes)
-
-

@@ -1,0 +1,142 @@
+"""An embedding and a cross-entropy head whose vocabulary may be split over devices, in NNX.
+
+In: token ids [batch, length]; at the other end x [batch, length, embed] and targets. Out: embeddings; a `Loss`.
+
+    embed, head = VocabEmbed(50257, 768, multiple=8, rngs=rngs), CrossEntropyHead(50257, 768, tied=True, rngs=rngs)
+    loss = head(x, targets, table=embed.embedding[...])
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from shardlib import annotate
+from shardlib.layers.vocab import KERNEL, TABLE
+from shardlib.layers.vocab_head import cross_entropy, head_logits, padded_initializer
+from shardlib.loss import Loss
+from shardlib.ops.vocab_embedding import embed_tokens
+from shardlib.ops.vocab_loss import NUM_CHUNKS, TokenLosses, token_losses
+from shardlib.ops.vocab_shards import padded_vocab
+
+
+class VocabEmbed(nnx.Module):
+    """A table of embeddings, its rows named "vocab" and padded to a multiple; `attend` is the tied head's product.
+
+    Args:
+        vocab, embed: sizes.
+        multiple: the stored rows are a multiple of it; it must contain the shards that a mesh cuts them into.
+        dtype: of the output; None follows the table.
+        param_dtype: of the table.
+        embedding_init: draws the logical rows; the others are zero and stay so.
+        lookup: `embed_tokens`, or a `functools.partial` of it that names a mesh and axes.
+        rngs: draws the table from its stream "params".
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        embed: int,
+        *,
+        multiple: int = 1,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        embedding_init: Callable[..., Any] = TABLE,
+        lookup: Callable[..., jax.Array] = embed_tokens,
+        rngs: nnx.Rngs,
+    ):
+        initializer = padded_initializer(embedding_init, vocab, vocab_dim=0)
+        shape = padded_vocab(vocab, multiple=multiple), embed
+        draw = annotate.nnx_logical(initializer, "vocab", "embed")
+        self.embedding = nnx.Param(draw(rngs.params(), shape, param_dtype))
+        self.vocab, self.dtype, self.lookup = vocab, dtype, lookup
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        """Token ids [batch, length] to [batch, length, embed]."""
+        table = self.embedding[...]
+        table = table if self.dtype is None else table.astype(self.dtype)
+        return annotate.constrain(self.lookup(table, ids, vocab=self.vocab), "batch", "length", "embed")
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Logits [batch, length, stored vocab] of x [batch, length, embed], padding at the lowest finite number."""
+        return head_logits(x, self.embedding[...], vocab=self.vocab, vocab_dim=0, dtype=self.dtype)
+
+
+class CrossEntropyHead(nnx.Module):
+    """The output product and its loss in one, so that the logits never exist whole.
+
+    Args:
+        vocab, embed: sizes.
+        tied: no kernel of its own; every call gets the embedding's table.
+        multiple: the stored columns are a multiple of it; it must contain the shards that a mesh cuts them into.
+        smoothing, z_loss, num_chunks: as for `token_losses`.
+        dtype: of the products; None follows x and the kernel.
+        param_dtype: of the kernel.
+        kernel_init: draws the logical columns; the others are zero and stay so.
+        losses: `token_losses`, or a `functools.partial` of it that names a mesh and axes.
+        rngs: draws the kernel from its stream "params".
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        embed: int,
+        *,
+        tied: bool = False,
+        multiple: int = 1,
+        smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        num_chunks: int = NUM_CHUNKS,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Callable[..., Any] = KERNEL,
+        losses: Callable[..., TokenLosses] = token_losses,
+        rngs: nnx.Rngs,
+    ):
+        self.vocab, self.tied, self.dtype = vocab, tied, dtype
+        self.smoothing, self.z_loss, self.num_chunks, self.losses = smoothing, z_loss, num_chunks, losses
+        if not tied:
+            initializer = padded_initializer(kernel_init, vocab, vocab_dim=1)
+            shape = embed, padded_vocab(vocab, multiple=multiple)
+            draw = annotate.nnx_logical(initializer, "embed", "vocab")
+            self.kernel = nnx.Param(draw(rngs.params(), shape, param_dtype))
+
+    def __call__(
+        self, x: jax.Array, targets: jax.Array, *, weights: jax.Array | None = None, table: jax.Array | None = None
+    ) -> Loss:
+        """The loss of x [batch, length, embed] against integer targets [batch, length].
+
+        Args:
+            weights: [batch, length], 0 for a masked token.
+            table: [stored vocab, embed], of a tied head.
+        """
+        return cross_entropy(
+            x,
+            self._head(table),
+            targets,
+            vocab=self.vocab,
+            vocab_dim=self._vocab_dim,
+            weights=weights,
+            smoothing=self.smoothing,
+            z_loss=self.z_loss,
+            num_chunks=self.num_chunks,
+            dtype=self.dtype,
+            losses=self.losses,
+        )
+
+    def logits(self, x: jax.Array, *, table: jax.Array | None = None) -> jax.Array:
+        """Logits [batch, length, stored vocab], for sampling; padding at the lowest finite number."""
+        return head_logits(x, self._head(table), vocab=self.vocab, vocab_dim=self._vocab_dim, dtype=self.dtype)
+
+    @property
+    def _vocab_dim(self) -> int:
+        return 0 if self.tied else 1
+
+    def _head(self, table: jax.Array | None) -> jax.Array:
+        if (table is not None) != self.tied:
+            raise ValueError(
+                f"CrossEntropyHead(tied={self.tied}) was called {'without' if self.tied else 'with'} a table"
+            )
+        return self.kernel[...] if table is None else table
