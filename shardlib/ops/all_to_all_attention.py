@@ -58,7 +58,8 @@ def all_to_all_attention(
     check_heads(heads, kv_heads, shards=shards, axis=axis)
     if placement != "contiguous" and ring_axis is None:
         raise ShardingError(
-            f"all-to-all attention without a ring axis computes on whole sequences: placement {placement!r} gains nothing",
+            f"all-to-all attention without a ring axis computes on whole sequences: placement {placement!r} gains "
+            "nothing",
             fix='use placement="contiguous"',
         )
     repeats = copies_of_kv_heads(kv_heads, shards=shards)
@@ -99,7 +100,7 @@ def _mask_of_heads(mask: Any, *, axis: str, heads: int, shards: int) -> Any:
     if mask.ndim != 4 or mask.shape[2] != 1:
         raise ShardingError(
             f"all-to-all attention: mask {list(mask.shape)} has rows; every device would hold all of [length, keys]",
-            fix="give padding as [batch, 1, 1, keys] and documents as segment_ids, or use kind=\"ring\"",
+            fix='give padding as [batch, 1, 1, keys] and documents as segment_ids, or use kind="ring"',
         )
     if mask.shape[1] != heads or heads == 1:
         return mask

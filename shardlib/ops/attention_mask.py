@@ -69,10 +69,11 @@ class View(NamedTuple):
 
 def cut(x: jax.Array | None, start: jax.Array | int, size: int, *, axis: int) -> jax.Array | None:
     """`size` entries of a dim from `start`; None, and a dim of size 1 that stands for all, stay as they are."""
-    return x if x is None or x.shape[axis] == 1 else jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+    whole = x is None or x.shape[axis] in (1, size)
+    return x if whole else jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def tile_of(view: View, *, row: jax.Array, column: jax.Array, rows: int, columns: int) -> View:
+def tile_of(view: View, *, row: jax.Array | int, column: jax.Array | int, rows: int, columns: int) -> View:
     """`rows` queries from `row` against `columns` keys from `column`."""
     mask = cut(cut(view.mask, row, rows, axis=2), column, columns, axis=3)
     return View(

@@ -43,7 +43,7 @@ class Shards:
         return 0 if self.axis is None else jax.lax.axis_index(self.axis)
 
     def tile(self, local_length: int, *, largest: int) -> int:
-        """Rows to compute at a time: they divide a shard, and each chunk of a zigzag shard, so that both can be skipped.
+        """Rows to compute at a time: they divide a shard, and each chunk of a zigzag shard, which is skipped alone.
 
         The greatest such divisor up to `largest`; for lengths with small divisors only, the least above it.
         """

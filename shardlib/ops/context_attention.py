@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from meshes.errors import ShardingError, nearest
 from shardlib.ops.all_to_all_attention import all_to_all_attention, copies_of_kv_heads
 from shardlib.ops.gather_attention import gather_attention
-from shardlib.ops.ring_attention import ring_attention
+from shardlib.ops.ring_attention import LARGEST_TILE, ring_attention
 
 
 def _hybrid(query: jax.Array, key: jax.Array, value: jax.Array, *, axis: tuple[str, str], **options: Any) -> jax.Array:
@@ -50,6 +50,7 @@ def context_attention(
     batch_axes: tuple[str, ...] = (),
     head_axes: tuple[str, ...] = (),
     mesh: Mesh | AbstractMesh | None = None,
+    largest_tile: int = LARGEST_TILE,
 ) -> jax.Array:
     """Attention with the sequence over `axis`, the batch over `batch_axes` and the heads over `head_axes`.
 
@@ -63,7 +64,7 @@ def context_attention(
         kind: one of `KINDS`.
         axis: the context axis; for the hybrid (ring axis, all-to-all axis).
         placement: one of `context_layout.PLACEMENTS`, over the ring.
-        causal, window: as for `ring_attention`.
+        causal, window, largest_tile: as for `ring_attention`.
         mask: [batch or 1, heads or 1, length or 1, keys], boolean, rows and columns in the order of the placement.
         segment_ids: [batch, length], integer.
         positions: [batch or 1, length], integer, in place of the placement's.
@@ -82,13 +83,20 @@ def context_attention(
     # Axes that are manual around us have divided the arrays already.
     free = lambda names: tuple(name for name in names if name not in manual)  # noqa: E731
     batch, heads, length = free(batch_axes), free(head_axes), free(axes)
-    over = {name: math.prod(sizes[each] for each in names) for name, names in (("b", batch), ("h", heads), ("l", length))}
+    over = {
+        name: math.prod(sizes[each] for each in names) for name, names in (("b", batch), ("h", heads), ("l", length))
+    }
     _check_sizes(query, key, batch=over["b"], heads=over["h"], length=over["l"], axes=axes, placement=placement)
     repeats = copies_of_kv_heads(key.shape[2], shards=over["h"])
     if repeats > 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
     body = functools.partial(
-        KINDS[kind], axis=axis if kind == "hybrid" else axes[0], placement=placement, causal=causal, window=window
+        KINDS[kind],
+        axis=axes if kind == "hybrid" else axes[0],
+        placement=placement,
+        causal=causal,
+        window=window,
+        largest_tile=largest_tile,
     )
     labels = {"mask": mask, "segment_ids": segment_ids, "positions": positions}
     named = {"mask": (batch, heads, length, ()), "segment_ids": (batch, length), "positions": (batch, length)}
@@ -138,7 +146,9 @@ def _check(mesh: Mesh | AbstractMesh, *, kind: str, axes: tuple[str, ...], other
 
 def _check_sizes(query, key, *, batch: int, heads: int, length: int, axes: tuple[str, ...], placement: str) -> None:
     if query.shape[0] % batch:
-        raise ShardingError(f"batch {query.shape[0]} does not divide over {batch} shards", fix="pad or resize the batch")
+        raise ShardingError(
+            f"batch {query.shape[0]} does not divide over {batch} shards", fix="pad or resize the batch"
+        )
     if query.shape[2] % heads or query.shape[2] % key.shape[2]:
         raise ShardingError(
             f"{query.shape[2]} query heads, {key.shape[2]} KV heads: query heads must be a multiple of the KV heads "

@@ -84,9 +84,7 @@ def _backward(gather: _Gather, residuals: Any, out: jax.Array):
         cotangent=online_softmax.cotangent_of(out, result, log_weight),
         **gather.options(arguments, arguments.key.shape[2]),
     )
-    key, value = (
-        jax.lax.psum_scatter(x, gather.axis, scatter_dimension=2, tiled=True) for x in (sums.key, sums.value)
-    )
+    key, value = (jax.lax.psum_scatter(x, gather.axis, scatter_dimension=2, tiled=True) for x in (sums.key, sums.value))
     cotangents = (x.astype(of.dtype) for x, of in zip((sums.query, key, value), operands, strict=True))
     return (Arguments(*cotangents, rows=None, columns=None, mask=None),)  # pyright: ignore[reportArgumentType]
 

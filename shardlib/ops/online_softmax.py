@@ -94,15 +94,15 @@ def attend(
     rows, columns = tiles
     across = key.shape[2] // columns
 
-    def step(number: jax.Array, state: Softmax) -> Softmax:
+    def step(number: jax.Array | int, state: Softmax) -> Softmax:
         row, column = number // across * rows, number % across * columns
         seen = tile_of(view, row=row, column=column, rows=rows, columns=columns)
         part = jax.tree.map(lambda x: _tile(x, row, rows, axis=3), state)
         operands = (_tile(query, row, rows, axis=3), *(_tile(x, column, columns, axis=2) for x in (key, value)))
         part = _unless_empty(rule, seen, lambda part: update(part, *operands, view=seen, rule=rule), part)
-        return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, row, 3), state, part)
+        return jax.tree.map(lambda x, new: _written(x, new, row, axis=3), state, part)
 
-    return jax.lax.fori_loop(0, query.shape[3] // rows * across, step, state)
+    return _repeated(query.shape[3] // rows * across, step, state)
 
 
 def gradients(
@@ -128,7 +128,7 @@ def gradients(
     rows, columns = tiles
     across = key.shape[2] // columns
 
-    def step(number: jax.Array, sums: Gradients) -> Gradients:
+    def step(number: jax.Array | int, sums: Gradients) -> Gradients:
         row, column = number // across * rows, number % across * columns
         seen = tile_of(view, row=row, column=column, rows=rows, columns=columns)
         operands = (_tile(query, row, rows, axis=3), *(_tile(x, column, columns, axis=2) for x in (key, value)))
@@ -139,10 +139,9 @@ def gradients(
         part = _unless_empty(
             rule, seen, lambda part: tile_gradients(part, *operands, cotangent=known, view=seen, rule=rule), part
         )
-        written = zip(sums, part, starts, strict=True)
-        return Gradients(*(jax.lax.dynamic_update_slice_in_dim(x, new, at, axis) for x, new, (at, axis) in written))
+        return Gradients(*(_written(x, new, at, axis=axis) for x, new, (at, axis) in zip(sums, part, starts)))
 
-    return jax.lax.fori_loop(0, query.shape[3] // rows * across, step, sums)
+    return _repeated(query.shape[3] // rows * across, step, sums)
 
 
 def update(state: Softmax, query: jax.Array, key: jax.Array, value: jax.Array, *, view: View, rule: Rule) -> Softmax:
@@ -222,7 +221,17 @@ def _product(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, left, right, preferred_element_type=_wide(left))
 
 
-def _tile(x: jax.Array, start: jax.Array, size: int, *, axis: int) -> jax.Array:
+def _repeated(count, step, state):
+    """`step(number, state)` for every number; without a loop when there is one."""
+    return step(0, state) if count == 1 else jax.lax.fori_loop(0, count, step, state)
+
+
+def _written(x: jax.Array, part: jax.Array, start: jax.Array | int, *, axis: int) -> jax.Array:
+    whole = part.shape[axis] == x.shape[axis]
+    return part if whole else jax.lax.dynamic_update_slice_in_dim(x, part, start, axis)
+
+
+def _tile(x: jax.Array, start: jax.Array | int, size: int, *, axis: int) -> jax.Array:
     found = cut(x, start, size, axis=axis)
     assert found is not None
     return found
