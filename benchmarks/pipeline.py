@@ -124,8 +124,10 @@ Programs = dict[str, Callable[[], Prepared]]
 
 
 def case_at(mesh: str, microbatches: int, *, quick: bool = False) -> Case:
-    """The GPT whose layers are recomputed by the pipelines themselves; tiny when quick, with a layer per stage."""
-    case = Case(config=replace(MICRO, layers=4) if quick else FULL, batch=0, mesh=mesh, num_microbatches=microbatches)
+    """The GPT whose layers are recomputed by the pipelines themselves; tiny when quick, with the same layers."""
+    case = Case(
+        config=replace(MICRO, layers=FULL.layers) if quick else FULL, batch=0, mesh=mesh, num_microbatches=microbatches
+    )
     shards = dict(case.make_mesh().shape).get(plain_pipeline.DATA, 1)
     return replace(case, config=replace(case.config, remat=False), batch=ROWS * shards * microbatches)
 
@@ -140,7 +142,6 @@ def plain_step(case: Case, form: Form) -> Prepared:
     rows = NamedSharding(mesh, P(plain_pipeline.DATA if plain_pipeline.DATA in mesh.axis_names else None))
     step = functools.partial(
         plain_pipeline.train_step,
-        config=case.config,
         mesh=mesh,
         form=form,
         num_microbatches=case.num_microbatches,
@@ -296,7 +297,7 @@ def table(results: Results) -> Table:
     bases = ", ".join(repr(name) for name in FORMS)
     shown = Table("mesh", "microbatches", "program", *headings, title=f"per step and device; in brackets: over {bases}")
     for point, found in results.items():
-        for index, (name, each) in enumerate(found.items()):
+        for index, name in enumerate(found):
             cells = [_cell(found, name, quantity, divisor) for quantity, (_, divisor) in COLUMNS.items()]
             shown.add_row(*((point.mesh, str(point.microbatches)) if index == 0 else ("", "")), name, *cells)
         shown.add_section()
@@ -348,16 +349,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured as JSON")
     chosen = parser.parse_args(argv)
     results: Results = {}
-    for mesh, microbatches in itertools.product(chosen.mesh or MESHES, chosen.microbatches):
-        case = case_at(mesh, microbatches, quick=chosen.quick)
+    points = [Point(mesh=mesh, microbatches=m) for mesh in chosen.mesh or MESHES for m in chosen.microbatches]
+    for point in points:
+        case = case_at(point.mesh, point.microbatches, quick=chosen.quick)
         programs: Programs = {}
         if chosen.only != "toolkit":
             programs |= {name: functools.partial(plain_step, case, form) for name, form in FORMS.items()}
         if chosen.only != "plain":
-            programs[OURS] = functools.partial(
-                toolkit_step, case, schedule=chosen.schedule, residuals=chosen.residuals
-            )
-        results[Point(mesh=mesh, microbatches=microbatches)] = measure(
+            programs[OURS] = functools.partial(toolkit_step, case, schedule=chosen.schedule, residuals=chosen.residuals)
+        results[point] = measure(
             case,
             programs,
             rounds=chosen.repeat,

@@ -1,9 +1,9 @@
 """GPipe of the GPT in `plain_gpt` by hand in plain JAX, in two forms: the yardsticks of pipelined steps.
 
-In: sizes, a mesh with stage and perhaps data and tensor, an optax optimizer. Out: parameter specs and a train step.
-`EVERY_TICK` computes in every tick and leaves data to the compiler; `SKIPPING` skips bubbles and reduces gradients once.
+In: a mesh with stage and perhaps data and tensor, an optax optimizer. Out: parameter specs and a train step.
+`EVERY_TICK` computes in every tick and leaves data to the compiler; `SKIPPING` skips bubbles, reduces gradients once.
 
-    step = functools.partial(train_step, config=config, mesh=mesh, form=SKIPPING, num_microbatches=8, optimizer=adamw)
+    step = functools.partial(train_step, mesh=mesh, form=SKIPPING, num_microbatches=8, optimizer=optax.adamw(1e-3))
     state, metrics = jax.jit(step, donate_argnums=0)(state, batch)
 """
 
@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec as P
 
 from benchmarks import plain_gpt
 from benchmarks.plain_gpt import Layout, Metrics, Params
-from models.gpt import Config
 
 STAGE: Final = "stage"
 DATA: Final = "data"
@@ -47,7 +46,7 @@ SKIPPING: Final = Form(manual=(STAGE, DATA), skip=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region(Layout):
-    """A layout inside the region: only axes left to the compiler are named, and the residual stream is whole.
+    """A layout inside the region: only axes left to the compiler are named.
 
     Args:
         manual: mesh axes divided by hand.
@@ -59,8 +58,7 @@ class Region(Layout):
     def within(cls, mesh: Mesh, form: Form) -> "Region":
         """The layout inside the region of a form."""
         manual = tuple(axis for axis in form.manual if axis in mesh.axis_names)
-        tensor = "tensor" if "tensor" in mesh.axis_names else None
-        return cls(mesh=mesh, batch=DATA, fsdp=None, tensor=tensor, manual=manual)
+        return cls(mesh=mesh, batch=DATA, fsdp=None, tensor=_tensor(mesh), manual=manual)
 
     @property
     def stages(self) -> int:
@@ -77,10 +75,6 @@ class Region(Layout):
         names = [name if name in left else None for name in spec]
         return lax.with_sharding_constraint(x, P(*names)) if left else x
 
-    def stream(self, x: jax.Array) -> jax.Array:
-        """The residual stream [batch, length, embed], whole along the length: fewer bytes on this backend."""
-        return self.put(x, self.batch, None, None)
-
 
 def param_specs(mesh: Mesh) -> Params:
     """The partition spec of every parameter: layers over stage, heads, hidden units and vocabulary over tensor."""
@@ -88,16 +82,13 @@ def param_specs(mesh: Mesh) -> Params:
     return specs | {"layers": _map_specs(lambda spec: P(STAGE, *spec[1:]), specs["layers"])}
 
 
-def gradients(
-    params: Params, batch: Any, *, config: Config, mesh: Mesh, form: Form, num_microbatches: int
-) -> tuple[Params, Metrics]:
+def gradients(params: Params, batch: Any, *, mesh: Mesh, form: Form, num_microbatches: int) -> tuple[Params, Metrics]:
     """Gradients and metrics of the mean loss over the whole batch.
 
     Args:
         params: as `plain_gpt.init_params` makes them, placed by `param_specs`.
         batch: "inputs" and "targets", int32 [rows, length]; rows divide into microbatches times data shards.
-        config: sizes; layers divide into stages.
-        mesh: stage, and perhaps data and tensor.
+        mesh: stage, which divides the layers, and perhaps data and tensor.
         form: how the pipeline is written.
         num_microbatches: parts of the batch that follow one another through the stages.
     """
@@ -120,7 +111,6 @@ def train_step(
     state: Any,
     batch: Any,
     *,
-    config: Config,
     mesh: Mesh,
     form: Form,
     num_microbatches: int,
@@ -128,9 +118,7 @@ def train_step(
 ) -> Any:
     """`((params, opt_state), batch) -> ((params, opt_state), metrics)`."""
     params, opt_state = state
-    grads, metrics = gradients(
-        params, batch, config=config, mesh=mesh, form=form, num_microbatches=num_microbatches
-    )
+    grads, metrics = gradients(params, batch, mesh=mesh, form=form, num_microbatches=num_microbatches)
     grads = lax.with_sharding_constraint(grads, plain_gpt.named(param_specs(mesh), mesh))
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return (optax.apply_updates(params, updates), opt_state), metrics
@@ -152,11 +140,9 @@ def _local_gradients(params: Params, parts: Any, *, at: Region, skip: bool) -> t
     )
     d_layers, d_entry = backward(d_outputs)
 
-    everywhere = at.manual
-    grads = {"layers": d_layers} | jax.tree.map(lambda x: lax.psum(x, everywhere), d_outer | d_entry)
-    if DATA in at.manual:
-        grads["layers"] = jax.tree.map(lambda x: lax.psum(x, DATA), grads["layers"])
-    return grads, jax.tree.map(lambda x: lax.psum(x, everywhere), metrics)
+    d_shared, metrics = lax.psum((d_outer | d_entry, metrics), at.manual)
+    d_layers = lax.psum(d_layers, DATA) if DATA in at.manual else d_layers
+    return {"layers": d_layers, **d_shared}, metrics
 
 
 def _forward(layers: Params, entry: Params, *, tokens: jax.Array, at: Region, skip: bool) -> jax.Array:
@@ -194,7 +180,11 @@ def _layer(x: jax.Array, p: Params, *, at: Region, works: jax.Array | None) -> j
 
 
 def _skipping(block: Callable[[jax.Array, Params], jax.Array]) -> Callable[..., jax.Array]:
-    """`block` under a condition in both passes; by hand, because `cond` under autodiff hands copies of the parameters on."""
+    """`block` under a condition in both passes, recomputed in the second.
+
+    By hand, because a `cond` under autodiff hands on what its branches keep: a fifth more temporaries on
+    stage=4,tensor=2.
+    """
 
     @jax.custom_vjp
     def layer(x: jax.Array, p: Params, works: jax.Array) -> jax.Array:
@@ -205,8 +195,13 @@ def _skipping(block: Callable[[jax.Array, Params], jax.Array]) -> Callable[..., 
 
     def backward(kept: Any, dy: jax.Array) -> Any:
         x, p, works = kept
-        run = lambda x, p, dy: jax.vjp(block, x, p)[1](dy)  # noqa: E731
-        rest = lambda x, p, dy: (dy, jax.tree.map(jnp.zeros_like, p))  # noqa: E731
+
+        def run(x: jax.Array, p: Params, dy: jax.Array) -> Any:
+            return jax.vjp(block, x, p)[1](dy)
+
+        def rest(x: jax.Array, p: Params, dy: jax.Array) -> Any:
+            return dy, jax.tree.map(jnp.zeros_like, p)
+
         return *lax.cond(works, run, rest, x, p, dy), None
 
     layer.defvjp(forward, backward)
