@@ -48,22 +48,22 @@ def gradients(
         Gradients by the masked part of `fetch`'s parameters in float32, not summed over devices, and reduced `Sums`.
     """
     num_microbatches, num_slices = jax.tree.leaves(pieces)[0].shape[:2]
-    part = _over_slices(loss, num_slices, slice_axes)
+    part = over_slices(loss, num_slices, slice_axes)
     if num_microbatches == 1:
         # Forward, then the weight over all devices, then backward at the final scale.
         used, (piece, key) = fetch(params, _take(pieces, keys, 0))
         pull, sums = _forward(part, used, piece, key, state=state, mask=mask)
         reduced = reduce(sums)
-        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), pull(_scales(reduced))), reduced
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), pull(scales_of(reduced))), reduced
     shapes, _ = jax.eval_shape(fetch, params, _take(pieces, keys, 0))
-    weights = _summed_weights(part, shapes, pieces, keys)
+    weights = summed_weights(part, shapes, pieces, keys)
     total = reduce(weights)
 
     def body(carry: tuple[Any, Sums], piece: Any) -> tuple[tuple[Any, Sums], None]:
         grads, sums = carry
         used, piece = fetch(params, piece)
         pull, more = _forward(part, used, *piece, state=None, mask=mask)
-        return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, pull(_scales(total))), sums + more), None
+        return (jax.tree.map(lambda a, b: a + b.astype(a.dtype), grads, pull(scales_of(total))), sums + more), None
 
     chosen, _ = _parts(shapes, mask)
     zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), chosen)
@@ -88,12 +88,12 @@ def _parts(params: Any, mask: Any) -> tuple[Any, Any]:
     return (params, None) if mask is None else split(params, mask)
 
 
-def _scales(total: Sums) -> tuple[jax.Array, jax.Array]:
+def scales_of(total: Sums) -> tuple[jax.Array, jax.Array]:
     """Cotangents of (total, per_microbatch): 1 / weight, or 1 for a sum, zero where nothing is weighted; 1 / parts."""
     return weighted(1.0, total.weight), 1.0 / total.parts
 
 
-def _summed_weights(part: Any, used: Any, pieces: Any, keys: Any) -> Sums:
+def summed_weights(part: Any, used: Any, pieces: Any, keys: Any) -> Sums:
     """The weights and parts of all microbatches, by the equations they need alone; the rest of Sums is zero."""
     first_piece, first_key = _take(pieces, keys, 0)
 
@@ -118,7 +118,7 @@ def _summed_weights(part: Any, used: Any, pieces: Any, keys: Any) -> Sums:
     return jax.lax.scan(body, zero, (pieces, keys))[0]
 
 
-def _over_slices(loss: LossFunction, num_slices: int, slice_axes: tuple[str, ...]) -> Any:
+def over_slices(loss: LossFunction, num_slices: int, slice_axes: tuple[str, ...]) -> Any:
     """`(params, piece, key, state) -> Sums` over the slice dim; a single slice is not vmapped."""
 
     def one(params: Any, piece: Any, key: Any, state: Any) -> Sums:

@@ -21,7 +21,7 @@ from meshes.build import abstract_mesh
 from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import STANDARD_AXES
 from shardlib import batch_spec as batches
-from shardlib.annotate import under
+from shardlib.annotate import LAYERS, under
 from shardlib.cost.promises import Arrays, PromisedCollective, promised
 from shardlib.decide import Decision, Names, split_blocks
 from shardlib.explanation import Explanation, tree_bytes
@@ -30,10 +30,11 @@ from shardlib.jax_compat import inputs_used
 from shardlib.objective import LossFunction, Sums, sums_of
 from shardlib.optimizer_specs import resolve_state
 from shardlib.place import active
-from shardlib.plan import Plan
+from shardlib.plan import STAGE, Plan
 from shardlib.propose import is_bare
 from shardlib.spec_axes import is_spec
-from shardlib.specs import Entry, Resolution, entry_of, notices_of, resolve
+from shardlib.specs import Entry, Resolution, array_leaves, entry_of, notices_of, resolve
+from shardlib.staging import Staging, place_on_stages, stage_model
 from shardlib.strategies import default_rules
 from shardlib.tree_paths import leaves_with_paths
 from shardlib.zero import zero_specs
@@ -57,6 +58,7 @@ class Bound:
         ready_params: the parameters of a module that was given built, or None.
         num_sums: scalars that the loss sums over the batch: its total, weight and metrics.
         notices: what is legal and still worth saying about rules and arrays.
+        staging: how the layers are staged; None without a stage axis.
     """
 
     plan: Plan
@@ -72,19 +74,33 @@ class Bound:
     ready_params: Any
     num_sums: int
     notices: tuple[str, ...]
+    staging: Staging | None = None
+
+    @property
+    def stored_params(self) -> Any:
+        """The parameters as a step holds them, abstract: a pipeline keeps layers in the order of its ranks."""
+        return self.abstract_params if self.staging is None else self.staging.stored_shapes(self.abstract_params)
+
+    def store(self, params: Any) -> Any:
+        """The model's own parameters in the form a step holds them; the inverse of `restore`."""
+        return params if self.staging is None else self.staging.store(params)
+
+    def restore(self, stored: Any) -> Any:
+        """Parameters that a step holds, in the model's own form."""
+        return stored if self.staging is None else self.staging.restore(stored)
 
     def explain(self, optimizer: optax.GradientTransformation | None = None) -> Explanation:
         """Every array with its spec and reasons, and bytes per device; adamw unless another optimizer is given."""
         optimizer = optimizer or optax.adamw(1e-3)
         state_like, zero_notices = self.state_specs()
         names = [entry.names for entry in self.params.entries]
-        state = resolve_state(optimizer, self.abstract_params, state_like, mesh=self.plan.mesh, names=names)
+        state = resolve_state(optimizer, self.stored_params, state_like, mesh=self.plan.mesh, names=names)
         return Explanation(
             mesh=self.plan.mesh,
             parameters=self.params.entries,
             batch=self.batch.entries,
             activations=self.activations,
-            gradient_bytes=tree_bytes(self.abstract_params, state_like, self.plan.mesh),
+            gradient_bytes=tree_bytes(self.stored_params, state_like, self.plan.mesh),
             optimizer=state.entries,
             choices=self.plan.choices,
             promises=self.promised(),
@@ -113,7 +129,7 @@ class Bound:
         """Specs that optimizer state follows: the parameters', split further by zero=1 and 2; and notices."""
         if self.plan.zero not in (1, 2):
             return self.params.specs, ()
-        return zero_specs(self.params.specs, self.abstract_params, mesh=self.plan.mesh)
+        return zero_specs(self.params.specs, self.stored_params, mesh=self.plan.mesh)
 
 
 def bind(
@@ -143,7 +159,10 @@ def bind(
             f"no parameter of {model_name(model)} has logical axes, and the rules have no patterns",
             fix='annotate the model, or save what "shardlib explain MODEL" proposes and pass it as rules',
         )
-    params = resolve(boxed, plan.placement_rules, mesh)
+    staging = _staging(loss, plan, boxed, boxed_collections, batch_spec)
+    stored = boxed if staging is None else staging.stored_shapes(boxed)
+    params = resolve(stored, plan.placement_rules, mesh)
+    params = params if staging is None else place_on_stages(params, staging, plan.mesh)
     batch = resolve(batch_spec, plan.rules, mesh)
     collections = _resolve_collections(boxed_collections, plan)
     _check_patterns(params)
@@ -172,7 +191,19 @@ def bind(
             *unused,
             *_key_notices(),
         ),
+        staging=staging,
     )
+
+
+def _staging(loss: LossFunction, plan: Plan, boxed: Any, collections: Any, batch_spec: Any) -> Staging | None:
+    """How a plan with a stage axis cuts the model; None for any other plan."""
+    if not plan.is_pipeline:
+        return None
+    if collections is not None:
+        _resolve_collections(collections, plan)  # raises
+    leaves = array_leaves(boxed)
+    named = tuple(i for i, leaf in enumerate(leaves) if leaf.names and LAYERS in leaf.names)
+    return stage_model(loss, plan, _unboxed(boxed), batch_spec, named)
 
 
 def _resolve_collections(boxed: Any, plan: Plan) -> Resolution | None:
@@ -239,6 +270,7 @@ def _check_patterns(params: Resolution) -> None:
 def _unused_axes(plan: Plan) -> list[str]:
     """Mesh axes that no rule mentions: an error, or notices under rules that replicate what they do not know."""
     used = {axis for rule in plan.placement_rules.rules for axis in rule.mesh_axes}
+    used |= {STAGE} if plan.is_pipeline else set()
     found = []
     for axis, size in plan.mesh.axes:
         if size > 1 and axis not in used:

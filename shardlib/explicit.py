@@ -8,7 +8,7 @@ whole mesh). Gather and reduce are apart because a gather beside an automatic ax
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +73,12 @@ def data_like(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis in DATA_LIKE and mesh.shape[axis] > 1)
 
 
-def check_layout(layout: Layout) -> None:
-    """Raises for a dim that a data-like axis splits outside another axis: gathering it would interleave the rest."""
+def check_layout(layout: Layout, *, gathered: Collection[str] = DATA_LIKE) -> None:
+    """Raises for a dim that a gathered axis splits outside another axis: gathering it would interleave the rest."""
     failures = []
     for path, spec in leaves_with_paths(layout.params, is_leaf=is_spec):
         for dim, entry in enumerate(spec):
-            kinds = [axis in DATA_LIKE for axis in axes_of(entry)]
+            kinds = [axis in gathered for axis in axes_of(entry)]
             if kinds != sorted(kinds):
                 failures.append(
                     f"{path} dim {dim} is split by {'+'.join(axes_of(entry))}; fix: put the data-like axis last"
@@ -116,8 +116,7 @@ def explicit_gradients(loss: LossFunction, layout: Layout) -> Callable[[Any, Any
     def value(params: Any, batch: Any, rng: Any) -> tuple[Any, Sums]:
         params = cast(params, layout.compute_dtype)
         if hoisted:
-            gather = lambda params: _gather(params, layout.params)  # noqa: E731
-            params = _manual(gather, mesh, (layout.params,), whole)(params)
+            params = manual(lambda params: _gather(params, layout.params), mesh, (layout.params,), whole)(params)
         in_specs = (P() if hoisted else held, layout.batch, P())
         if axes:
             # Out of a partly manual region a spec may name manual axes only; the constraint below names the rest.
@@ -130,9 +129,9 @@ def explicit_gradients(loss: LossFunction, layout: Layout) -> Callable[[Any, Any
         wanted = jax.tree.map(lambda spec: NamedSharding(mesh, spec), stacked, is_leaf=is_spec)
         grads = jax.lax.with_sharding_constraint(grads, wanted)
         reduce = lambda grads: jax.tree.map(  # noqa: E731
-            lambda leaf, spec: _reduce(leaf[0], spec, layout), grads, layout.grads
+            lambda leaf, spec: reduce_leaf(leaf[0], spec, over=axes, dtype=layout.reduce_dtype), grads, layout.grads
         )
-        return _manual(reduce, mesh, (stacked,), layout.grads)(grads), sums
+        return manual(reduce, mesh, (stacked,), layout.grads)(grads), sums
 
     return value
 
@@ -143,21 +142,22 @@ def cast(params: Any, dtype: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.astype(dtype) if is_floating(leaf) else leaf, params)
 
 
-def _manual(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def manual(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """The function in a region manual over the whole mesh."""
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def gather_leaf(x: jax.Array, spec: P, *, over: Collection[str]) -> jax.Array:
+    """Inside a region manual over these axes: the array whole along them."""
+    for dim, entry in enumerate(spec):
+        axes = tuple(axis for axis in axes_of(entry) if axis in over)
+        if axes:
+            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
+    return x
+
+
 def _gather(params: Any, specs: Any) -> Any:
-    """Inside a manual region: every leaf whole along its data-like axes."""
-
-    def leaf(x: jax.Array, spec: P) -> jax.Array:
-        for dim, entry in enumerate(spec):
-            axes = tuple(axis for axis in axes_of(entry) if axis in DATA_LIKE)
-            if axes:
-                x = jax.lax.all_gather(x, axes, axis=dim, tiled=True)
-        return x
-
-    return jax.tree.map(leaf, params, specs)
+    return jax.tree.map(lambda x, spec: gather_leaf(x, spec, over=DATA_LIKE), params, specs)
 
 
 def _fetch(params: Any, piece: Any, layout: Layout) -> tuple[Any, Any]:
@@ -183,16 +183,23 @@ def _gather_nested(params: Any, layout: Layout) -> Any:
     )(params)
 
 
-def _reduce(grad: jax.Array, spec: P, layout: Layout) -> jax.Array:
-    """One device's gradient to the sum over all devices, split as `spec` says; the slow axis last and smallest."""
-    grad = grad.astype(layout.reduce_dtype)
+def reduce_leaf(grad: jax.Array, spec: P, *, over: tuple[str, ...], dtype: Any) -> jax.Array:
+    """One device's gradient to the sum over devices, split as `spec` says; the slow axis last and smallest.
+
+    Args:
+        grad: this device's, whole along the axes to sum over.
+        spec: of the result.
+        over: mesh axes to sum over, in mesh order.
+        dtype: on the wire.
+    """
+    grad = grad.astype(dtype)
     scattered: set[str] = set()
     for dim, entry in enumerate(spec):
-        axes = tuple(axis for axis in axes_of(entry) if axis in layout.axes)
+        axes = tuple(axis for axis in axes_of(entry) if axis in over)
         if axes:
             grad = jax.lax.psum_scatter(grad, axes, scatter_dimension=dim, tiled=True)
             scattered |= set(axes)
-    rest = tuple(axis for axis in layout.axes if axis not in scattered)
+    rest = tuple(axis for axis in over if axis not in scattered)
     fast = tuple(axis for axis in rest if axis != "replica")
     for group in (fast, ("replica",) if "replica" in rest else ()):
         if group:

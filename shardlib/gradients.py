@@ -18,9 +18,11 @@ from shardlib import accumulate, annotate
 from shardlib.explicit import Layout, cast, data_like, explicit_gradients
 from shardlib.objective import LossFunction, Sums
 from shardlib.place import active, shardings
-from shardlib.plan import Plan
+from shardlib.pipelined import Options, pipelined_gradients
+from shardlib.plan import STAGE, Plan
 from shardlib.remat import parse_policy, with_policy
 from shardlib.slices import batch_dims, check_divides, cut, part_keys
+from shardlib.staging import Staging
 
 GradientFunction = Callable[[Any, Any, Any, Any], tuple[Any, Sums]]
 
@@ -35,6 +37,8 @@ class StepSpecs:
         batch: of the batch.
         batch_spec: the batch itself, as `ArraySpec`s.
         mask: a tree of bools, True for the parameters to train; None for all. `grads` has those alone.
+        staging: how the layers are staged; for a pipeline.
+        abstract_params: parameters in the model's own shapes; for a pipeline.
     """
 
     params: Any
@@ -42,6 +46,8 @@ class StepSpecs:
     batch: Any
     batch_spec: Any
     mask: Any = None
+    staging: Staging | None = None
+    abstract_params: Any = None
 
 
 def gradient_function(loss: LossFunction, plan: Plan, *, mesh: Mesh, specs: StepSpecs) -> GradientFunction:
@@ -54,7 +60,7 @@ def gradient_function(loss: LossFunction, plan: Plan, *, mesh: Mesh, specs: Step
     num_slices = slices_per_microbatch(plan, mesh=mesh, specs=specs)
     if plan.remat is not None:
         loss = with_policy(loss, parse_policy(plan.remat))
-    build = _explicit if lowering == "explicit" else _automatic
+    build = _pipelined if plan.is_pipeline else _explicit if lowering == "explicit" else _automatic
     return build(loss, plan, mesh, specs, num_slices)
 
 
@@ -109,7 +115,39 @@ def _explicit(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_
     manual = data_like(mesh)
     in_force = active(plan.rules, mesh, hidden=manual, manual=bool(manual), sum_dtype=plan.tensor_reduce_dtype)
     loss = annotate.under(in_force, loss)
-    layout = Layout(
+    gradients = explicit_gradients(loss, _layout(plan, mesh, specs, num_slices))
+
+    def value(params: Any, batch: Any, rng: Any, collections: Any) -> tuple[Any, Sums]:
+        assert collections is None, "bind refuses collections under the explicit lowering"
+        return gradients(params, batch, rng)
+
+    return value
+
+
+def _pipelined(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> GradientFunction:
+    assert specs.staging is not None, "bind stages the model of a plan with a stage axis"
+    hidden = (STAGE, *data_like(mesh))
+    in_force = active(plan.rules, mesh, hidden=hidden, manual=True, sum_dtype=plan.tensor_reduce_dtype)
+    platform = mesh.devices.flat[0].platform
+    gradients = pipelined_gradients(
+        annotate.under(in_force, loss),
+        specs.staging,
+        layout=_layout(plan, mesh, specs, num_slices),
+        abstract_params=specs.abstract_params,
+        options=Options(
+            residuals=parse_policy(plan.residuals or "full"), skip=plan.idle == "skip", inside=platform == "cpu"
+        ),
+    )
+
+    def value(params: Any, batch: Any, rng: Any, collections: Any) -> tuple[Any, Sums]:
+        assert collections is None, "bind refuses collections in a pipeline"
+        return gradients(params, batch, rng)
+
+    return value
+
+
+def _layout(plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> Layout:
+    return Layout(
         mesh=mesh,
         params=specs.params,
         grads=specs.grads,
@@ -122,10 +160,3 @@ def _explicit(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_
         reduce_dtype=jnp.dtype(plan.reduce_dtype),
         mask=specs.mask,
     )
-    gradients = explicit_gradients(loss, layout)
-
-    def value(params: Any, batch: Any, rng: Any, collections: Any) -> tuple[Any, Sums]:
-        assert collections is None, "bind refuses collections under the explicit lowering"
-        return gradients(params, batch, rng)
-
-    return value

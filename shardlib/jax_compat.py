@@ -14,7 +14,7 @@ import jax
 
 # Seen in JAX 0.10.2 and 0.12.0: the dead-code pass that jax.checkpoint and jax.linearize use. There is no public
 # way to ask which inputs an output depends on through nested jit, scan and cond; a public one would replace it.
-from jax._src.interpreters.partial_eval import dce_jaxpr
+from jax._src.interpreters.partial_eval import dce_jaxpr, partial_eval_jaxpr_nounits
 
 # Seen in 0.10.2 and 0.12.0: the frames of the user's files that made an equation. `jax.extend` does not tell.
 from jax._src.source_info_util import user_frames
@@ -50,6 +50,42 @@ def pruned(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
         return jax.tree.unflatten(treedef, run(*leaves))
 
     return call
+
+
+def known_part(
+    closed: Any, unknown: Sequence[bool], outputs: Sequence[int], *, allow: Callable[[Any], bool] = lambda jaxpr: True
+) -> tuple[list[bool], Callable[..., Any]]:
+    """Which outputs follow from the known inputs alone, and a function from those inputs to them.
+
+    Seen in 0.10.2 and 0.12.0: the split into a known and an unknown program that `jax.checkpoint` differentiates by; it
+    goes into loops and branches. A public partial evaluation of jaxprs would replace it.
+
+    Args:
+        closed: a closed jaxpr.
+        unknown: for every input, whether it is unknown.
+        outputs: positions of the outputs asked for.
+        allow: from the jaxpr that makes one output to whether to count it as known.
+
+    Returns:
+        For every output asked for, whether it is known; and known inputs -> the known ones among them, in order.
+    """
+    known, _, is_unknown, _ = partial_eval_jaxpr_nounits(closed, list(unknown), instantiate=False)
+    positions = [i for i, hidden in enumerate(is_unknown) if not hidden]
+    num_made = len(opened(known).outvars)
+
+    def making(chosen: Sequence[int]) -> tuple[Any, list[bool]]:
+        places = {positions.index(i) for i in chosen}
+        return dce_jaxpr(opened(known), [place in places for place in range(num_made)])
+
+    is_known = [not is_unknown[i] and allow(making([i])[0]) for i in outputs]
+    chosen = sorted(i for i, wanted in zip(outputs, is_known) if wanted)
+    jaxpr, used = making(chosen)
+    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, known.consts))
+
+    def call(*inputs: Any) -> Any:
+        return run(*(value for value, is_used in zip(inputs, used, strict=True) if is_used))
+
+    return is_known, call
 
 
 def opened(jaxpr: Any) -> Any:

@@ -13,6 +13,8 @@ from typing import Any, Final, Literal, get_args
 
 from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import INFERRED, MeshShape
+from shardlib.pipeline.schedules import build
+from shardlib.pipeline.table import Table
 from shardlib.remat import parse_policy
 from shardlib.rules import Rule, Rules
 from shardlib.strategies import DATA_LIKE, default_rules
@@ -20,7 +22,10 @@ from shardlib.strategies import DATA_LIKE, default_rules
 Lowering = Literal["automatic", "explicit"]
 Gather = Literal["step", "microbatch"]
 Dtype = Literal["float32", "bfloat16"]
+Idle = Literal["skip", "mask"]
+Balance = Literal["even", "cost"]
 DATA: Final = "data"
+STAGE: Final = "stage"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +48,14 @@ class Plan:
             `annotate.dot_general`. None: that of the products.
         remat: what a layer keeps for its backward pass: "full", "none", "dots", "names:...", "offload:..."; None
             leaves it to the model.
+        schedule: of a pipeline, by name or as the text of a table (CSV); None takes 1f1b, or interleaved_1f1b with
+            chunks. This and what follows is for meshes with a stage axis.
+        chunks: virtual stages on each rank; None takes what the schedule has.
+        residuals: what a stage keeps of each microbatch for its backward pass: "full" its input alone, and the layers
+            run again; "none" all that the backward pass reads, and nothing runs again; or a policy as for `remat`.
+        idle: "skip" branches around idle slots; "mask" computes in them and discards, for programs in which branches
+            are not safe.
+        balance: layers per stage: "even" where it divides, or by "cost", which counts embedding and head.
 
     Raises:
         ShardingError: every option that cannot be, listed.
@@ -59,6 +72,11 @@ class Plan:
     reduce_dtype: Dtype = "float32"
     tensor_reduce_dtype: Dtype | None = None
     remat: str | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+    residuals: str | None = None
+    idle: Idle = "skip"
+    balance: Balance = "even"
 
     def __post_init__(self):
         # Text is accepted for the mesh because people write it by hand; the field is always a MeshShape.
@@ -71,6 +89,38 @@ class Plan:
         raise_collected([*self._value_problems(), *self._combination_problems()], heading="the plan cannot be:")
         if self.remat is not None:
             parse_policy(self.remat)
+        if self.residuals is not None:
+            parse_policy(self.residuals)
+        if self.is_pipeline:
+            self.table()
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether layers are staged over the mesh."""
+        return STAGE in self.mesh.names and self.mesh.size(STAGE) > 1
+
+    def table(self, num_microbatches: int | None = None) -> Table:
+        """The schedule's table at the size of the mesh.
+
+        Args:
+            num_microbatches: other than the plan's.
+
+        Raises:
+            ShardingError: an unknown schedule, one that does not exist at this size, or a table of another size.
+        """
+        stages, microbatches = self.mesh.size(STAGE), num_microbatches or self.num_microbatches
+        if self.schedule is not None and set(self.schedule.strip()) & set(", \n"):
+            table = Table.parse(self.schedule, name="schedule")
+            found = (table.num_ranks, table.num_microbatches)
+            if found != (stages, microbatches):
+                raise ShardingError(
+                    f"the schedule's table is for {found[0]} stages and {found[1]} microbatches; the plan has "
+                    f"stage={stages} and num_microbatches={microbatches}",
+                    fix=f"stage={found[0]} and num_microbatches={found[1]}, or another table",
+                )
+            return table
+        name = self.schedule or ("interleaved_1f1b" if (self.chunks or 1) > 1 else "1f1b")
+        return build(name, stages=stages, chunks=self.chunks, microbatches=microbatches)
 
     def _value_problems(self) -> list[str]:
         problems = []
@@ -79,9 +129,9 @@ class Plan:
             if value not in known:
                 text = [str(choice) for choice in known if choice is not None]
                 problems.append(f"{name}={value!r} is unknown{nearest(str(value), text)}; fix: use {' or '.join(text)}")
-        for name, least in (("num_microbatches", 1), ("random_slices", 1)):
+        for name, least in (("num_microbatches", 1), ("random_slices", 1), ("chunks", 1)):
             value = getattr(self, name)
-            if value is None and name == "random_slices":
+            if value is None and name in ("random_slices", "chunks"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 problems.append(f"{name}={value!r} is not a positive integer; fix: {name}=1")
@@ -105,6 +155,28 @@ class Plan:
                 "tensor_reduce_dtype=bfloat16 with compute_dtype=float32: the compiler adds partial products in their "
                 "own dtype or a wider one; fix: compute_dtype=bfloat16, or leave tensor_reduce_dtype out"
             )
+        return [*problems, *self._pipeline_problems()]
+
+    def _pipeline_problems(self) -> list[str]:
+        if not self.is_pipeline:
+            given = {"schedule": self.schedule, "chunks": self.chunks, "residuals": self.residuals}
+            return [
+                f"{name}={value!r} is for a pipeline, and mesh {self.mesh} has no stage axis; fix: name stage=N, or "
+                f"leave {name} out"
+                for name, value in given.items()
+                if value is not None
+            ]
+        problems = []
+        if self.lowering == "automatic":
+            problems.append(
+                "lowering=automatic with a stage axis: a pipeline accumulates gradients locally and reduces them once; "
+                "fix: lowering=explicit, or leave lowering out"
+            )
+        if self.remat is not None:
+            problems.append(
+                f"remat={self.remat!r} with a stage axis: one policy decides what a stage keeps; fix: "
+                f"residuals={self.remat!r}"
+            )
         return problems
 
     @property
@@ -112,6 +184,8 @@ class Plan:
         """The lowering and why: explicit for accumulation, reduced precision or a gather option, else automatic."""
         if self.lowering is not None:
             return self.lowering, "the plan says so"
+        if self.is_pipeline:
+            return "explicit", "a pipeline accumulates its microbatches locally and reduces once"
         if self.num_microbatches > 1:
             return "explicit", f"{self.num_microbatches} microbatches are accumulated locally and reduced once"
         if self.compute_dtype != "float32":
@@ -150,6 +224,11 @@ class Plan:
             )
         if self.remat is not None:
             lines.append(f"remat: {self.remat}")
+        if self.is_pipeline:
+            table = self.table()
+            chunks = f", {table.placement.num_chunks} chunks" if table.placement.num_chunks > 1 else ""
+            lines.append(f"schedule: {table.name}, {self.num_microbatches} microbatches{chunks}, idle slots: {self.idle}")
+            lines.append(f"residuals: {self.residuals or 'full'}")
         return tuple(lines)
 
     @property
@@ -205,8 +284,9 @@ class Plan:
             if not isinstance(document["rules"], str):
                 raise ShardingError('plan: "rules" is not text', fix="put the rules' TOML document there")
             document["rules"] = Rules.from_toml(document["rules"], base=default_rules(), source="plan rules")
-        if not isinstance(document.get("remat"), str | None):
-            raise ShardingError('plan: "remat" is not text', fix='write "full", "dots" or "names:..."')
+        for key in ("remat", "residuals", "schedule"):
+            if not isinstance(document.get(key), str | None):
+                raise ShardingError(f'plan: "{key}" is not text', fix=f'write {{"{key}": "..."}}')
         return cls(**document)
 
 
@@ -217,4 +297,6 @@ _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "compute_dtype": get_args(Dtype),
     "reduce_dtype": get_args(Dtype),
     "tensor_reduce_dtype": (None, *get_args(Dtype)),
+    "idle": get_args(Idle),
+    "balance": get_args(Balance),
 }

@@ -67,12 +67,18 @@ class Trainer:
         specs = TrainState(
             step=P(),
             params=bound.params.specs,
-            opt_state=optimizer_specs(optimizer, self._trained(bound.abstract_params), state_like),
+            opt_state=optimizer_specs(optimizer, self._trained(bound.stored_params), state_like),
             rng=P(),
             collections=None if bound.collections is None else bound.collections.specs,
         )
         self._specs = StepSpecs(
-            params=specs.params, grads=state_like, batch=bound.batch.specs, batch_spec=bound.batch_spec, mask=self._mask
+            params=specs.params,
+            grads=state_like,
+            batch=bound.batch.specs,
+            batch_spec=bound.batch_spec,
+            mask=self._mask,
+            staging=bound.staging,
+            abstract_params=bound.abstract_params,
         )
         self.state_shardings: TrainState = shardings(specs, self.mesh)
         self.batch_shardings = shardings(bound.batch.specs, self.mesh)
@@ -85,7 +91,7 @@ class Trainer:
     @property
     def abstract_state(self) -> TrainState:
         """The state as `jax.ShapeDtypeStruct`s with shardings; nothing is allocated."""
-        params = self.bound.abstract_params
+        params = self.bound.stored_params
         state = TrainState(
             step=jax.ShapeDtypeStruct((), np.int32),
             params=params,
@@ -132,7 +138,7 @@ class Trainer:
 
         def build(init_key: Any, run_key: Any, params: Any) -> TrainState:
             made, collections = self.bound.init(init_key)
-            params = made if params is None else params
+            params = self.bound.store(made) if params is None else params
             return TrainState(
                 step=jax.numpy.zeros((), np.int32),
                 params=params,
@@ -144,7 +150,8 @@ class Trainer:
         with jax.set_mesh(self.mesh):
             init_key, run_key = jax.random.split(jax.device_put(key, NamedSharding(self.mesh, P())))
             ready = self.bound.ready_params
-            ready = None if ready is None else jax.device_put(ready, self.state_shardings.params)
+            if ready is not None:
+                ready = jax.device_put(self.bound.store(ready), self.state_shardings.params)
             return jax.jit(build, out_shardings=self.state_shardings)(init_key, run_key, ready)
 
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:

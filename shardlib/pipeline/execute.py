@@ -1,0 +1,271 @@
+"""Runs a lowered schedule: one `lax.scan` over ticks, inside a region manual over `stage` and the data-like axes.
+
+In: a cut loss, its passes, a `Lowered`. Out: gradients of this rank's layers and of all other parameters, summed over
+its microbatches, and the sums of the loss.
+
+    run = Executor(parts=parts, passes=passes, lowered=lowered, partition=partition, ...)
+    row_grads, outer_grads, results = run.gradients(rows, outer, pieces, scales)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.pipeline.lowered import Lowered
+from shardlib.pipeline.partition import Partition
+from shardlib.pipeline.parts import Leaves, Parts
+from shardlib.pipeline.passes import Chosen, Passes, chosen_of, merged
+from shardlib.pipeline.placement import stages_by_rank
+from shardlib.pipeline.rings import Packing, make_ring, read, write, zeros
+from shardlib.pipeline.ticks import Channel
+
+STAGE = "stage"
+MESSAGE_SCOPE = "pipeline_message"
+"""The scope that our own permutes are named by in a compiled program."""
+
+Rings = dict[str, Leaves]
+Sums = dict[str, Leaves]
+Now = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Executor:
+    """One schedule over one cut loss; a static value.
+
+    Args:
+        parts: the cut loss.
+        passes: both passes of a stage.
+        lowered: the schedule.
+        partition: layers per virtual stage.
+        chosen: what has gradients.
+        objective: (outer, piece, message) -> ((total, per_microbatch), all results); the head and the loss.
+        skip: branch around idle slots; else compute and discard.
+        alone: as for `Packing`.
+        inside: update rings within the branches, else outside; the same values.
+    """
+
+    parts: Parts
+    passes: Passes
+    lowered: Lowered
+    partition: Partition
+    chosen: Chosen
+    objective: Callable[[Leaves, Leaves, Leaves], tuple[tuple[Any, Any], Leaves]]
+    skip: bool
+    alone: bool
+    inside: bool
+
+    def gradients(
+        self, rows: Leaves, outer: Leaves, pieces: Leaves, scales: tuple[Any, Any]
+    ) -> tuple[Leaves, Leaves, Leaves]:
+        """Runs all ticks.
+
+        Args:
+            rows: parameters of this rank's layers, [chunks, most, ...] each.
+            outer: all other parameters, whole.
+            pieces: microbatches, [num_microbatches, ...] each.
+            scales: cotangents of (total, per_microbatch).
+
+        Returns:
+            Gradients of the chosen rows and of the chosen outer parameters in float32, and the sums of the results.
+            The last two are this rank's terms of a sum over `stage`.
+        """
+        rank = jax.lax.axis_index(STAGE)
+        take = lambda grid: jnp.take(jnp.asarray(grid), rank, axis=1) if grid.ndim == 2 else jnp.asarray(grid)  # noqa: E731
+        grids = {name: take(grid) for name, grid in self.lowered.arrays().items()}
+        stages = jnp.asarray(stages_by_rank(self.partition.placement))[rank]
+        tick = _Tick(self, rows, outer, pieces, scales, stages)
+        (_, sums), _ = jax.lax.scan(lambda state, now: tick(state, now), (self._rings(), self._sums(rows, outer, pieces)), grids)
+        return sums["rows"], sums["outer"], sums["results"]
+
+    def _rings(self) -> Rings:
+        size = lambda name: self.lowered.buffer(name).size  # noqa: E731
+        rings = {
+            self.input_ring: make_ring(self.parts.message, slots=size(self.input_ring)),
+            "cotangent": make_ring(self.cotangent, slots=size("cotangent")),
+        }
+        if not self.passes.keeps_input:
+            rings["residual_input"] = make_ring(self.passes.saved, slots=size("residual_input"))
+        return rings
+
+    def _sums(self, rows: Leaves, outer: Leaves, pieces: Leaves) -> Sums:
+        piece = jax.tree.map(lambda leaf: leaf[0], pieces)
+        _, results = jax.eval_shape(self.objective, outer, piece, list(self.parts.message))
+        wide = lambda leaves: [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves]  # noqa: E731
+        return {
+            "rows": wide(chosen_of(rows, self.chosen.rows)),
+            "outer": wide(chosen_of(outer, self.chosen.outer)),
+            "results": zeros(results),
+        }
+
+    @property
+    def input_ring(self) -> str:
+        """The buffer of the lowered table that activations wait in."""
+        return "saved_input" if self.passes.keeps_input else "input"
+
+    @property
+    def cotangent(self) -> Leaves:
+        """What travels backwards, abstract: the part of the message that has gradients."""
+        return chosen_of(self.parts.message, self.chosen.message)
+
+    def packing(self, kind: str) -> Packing:
+        """How activations ("F") or cotangents ("B") travel."""
+        return Packing(value=self.parts.message if kind == "F" else tuple(self.cotangent), alone=self.alone)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tick:
+    """One tick: F, then B, then messages."""
+
+    of: Executor
+    rows: Leaves
+    outer: Leaves
+    pieces: Leaves
+    scales: tuple[Any, Any]
+    stages: Any
+
+    def __call__(self, state: tuple[Rings, Sums], now: Now) -> tuple[tuple[Rings, Sums], None]:
+        rings, sums = state
+        rings, sums, sent = self._when("F", self._forward, rings, sums, now)
+        rings, sums, returned = self._when("B", self._backward, rings, sums, now)
+        for channel in self.of.lowered.channels:
+            rings = self._deliver(channel, sent if channel.kind == "F" else returned, rings, now)
+        return (rings, sums), None
+
+    def _when(self, kind: str, work: Any, rings: Rings, sums: Sums, now: Now) -> tuple[Rings, Sums, Leaves]:
+        """Runs an action in the ticks in which this rank has one."""
+        of, active = self.of, now[f"{kind}.microbatch"] >= 0
+        nothing = zeros(of.parts.message if kind == "F" else of.cotangent)
+        written = lambda rings, values: {  # noqa: E731
+            name: write(ring, values[name], now[f"{name}.write.{kind}"]) if name in values else ring
+            for name, ring in rings.items()
+        }
+        if not of.skip:
+            values, new, sent = work(rings, sums, now, active)
+            sums = jax.tree.map(lambda new, old: jnp.where(active, new, old), new, sums)
+            return written(rings, values), sums, sent
+        if of.inside:
+
+            def busy(rings: Rings, sums: Sums) -> Any:
+                values, sums, sent = work(rings, sums, now, True)
+                return written(rings, values), sums, sent
+
+            return jax.lax.cond(active, busy, lambda rings, sums: (rings, sums, nothing), rings, sums)
+        # The branches hand back the values of one slot; the rings stay outside of them and are not copied.
+        shapes, _, _ = jax.eval_shape(lambda rings, sums: work(rings, sums, now, True), rings, sums)
+        none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+        values, sums, sent = jax.lax.cond(
+            active, lambda sums: work(rings, sums, now, True), lambda sums: (none, sums, nothing), sums
+        )
+        return written(rings, values), sums, sent
+
+    def _forward(self, rings: Rings, sums: Sums, now: Now, active: Any) -> tuple[Rings, Sums, Leaves]:
+        of, chunk = self.of, now["F.chunk"]
+        stage, piece = self.stages[chunk], self._piece(now["F.microbatch"])
+        is_first, is_last = stage == 0, stage == len(of.partition.counts) - 1
+        first = lambda: [*of.parts.pre(self.outer, piece), *zeros(of.parts.outputs)]  # noqa: E731
+        arrived = lambda: read(rings[of.input_ring], now[f"{of.input_ring}.read.F"])  # noqa: E731
+        message = self._either(is_first, first, arrived)
+        made, saved = of.passes.forward(self._chunk(chunk), self.outer, piece, stage, message)
+
+        def head() -> tuple[Leaves, Leaves, Leaves]:
+            with jax.named_scope("head"):
+                return self._head(piece, made, sums)
+
+        skipped = lambda: (zeros(of.cotangent), sums["outer"], sums["results"])  # noqa: E731
+        cotangent, outer, results = self._either(is_last, head, skipped)
+        values: Rings = {"cotangent": cotangent}
+        if of.passes.keeps_input:
+            values[of.input_ring] = message
+        else:
+            values["residual_input"] = saved
+        return values, {**sums, "outer": outer, "results": results}, made
+
+    def _head(self, piece: Leaves, message: Leaves, sums: Sums) -> tuple[Leaves, Leaves, Leaves]:
+        """The loss of a microbatch: the cotangent of the last message, gradients of parameters, results."""
+        chosen = self.of.chosen
+
+        def objective(outer: Leaves, differentiable: Leaves) -> Any:
+            return self.of.objective(
+                merged(outer, self.outer, chosen.outer), piece, merged(differentiable, message, chosen.message)
+            )
+
+        # At its final scale from the start, so that low precision rounds it as it does on one device.
+        _, pull, results = jax.vjp(
+            objective, chosen_of(self.outer, chosen.outer), chosen_of(message, chosen.message), has_aux=True
+        )
+        grads, cotangent = pull(self.scales)
+        return cotangent, _added(sums["outer"], grads), jax.tree.map(jnp.add, sums["results"], results)
+
+    def _backward(self, rings: Rings, sums: Sums, now: Now, active: Any) -> tuple[Rings, Sums, Leaves]:
+        of, chunk = self.of, now["B.chunk"]
+        stage, piece = self.stages[chunk], self._piece(now["B.microbatch"])
+        kept = of.input_ring if of.passes.keeps_input else "residual_input"
+        saved = read(rings[kept], now[f"{kept}.read.B"])
+        cotangent = read(rings["cotangent"], now["cotangent.read.B"])
+        rows, outer, returned = of.passes.backward(self._chunk(chunk), self.outer, piece, stage, saved, cotangent)
+        outer = _added(sums["outer"], outer)
+
+        def embedding() -> Leaves:
+            with jax.named_scope("embedding"):
+                return self._embedding(piece, returned, outer)
+
+        outer = self._either(stage == 0, embedding, lambda: outer)
+        return {}, {**sums, "rows": _added_at(sums["rows"], rows, chunk), "outer": outer}, returned
+
+    def _embedding(self, piece: Leaves, returned: Leaves, sums: Leaves) -> Leaves:
+        """Gradients of what comes before the layers, added to what other parts have."""
+        of, chosen = self.of, self.of.chosen
+        num_carry = len(of.parts.carry)
+
+        def carry(outer: Leaves) -> Leaves:
+            made = of.parts.pre(merged(outer, self.outer, chosen.outer), piece)
+            return chosen_of(made, chosen.message[:num_carry])
+
+        made, pull = jax.vjp(carry, chosen_of(self.outer, chosen.outer))
+        (grads,) = pull(returned[: len(made)])
+        return _added(sums, grads)
+
+    def _either(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
+        if self.of.skip:
+            return jax.lax.cond(condition, yes, no)
+        return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes(), no())
+
+    def _piece(self, microbatch: Any) -> Leaves:
+        index = jnp.maximum(microbatch, 0)
+        return [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in self.pieces]
+
+    def _chunk(self, chunk: Any) -> Leaves:
+        if self.of.partition.placement.num_chunks == 1:
+            return [leaf[0] for leaf in self.rows]
+        index = jnp.maximum(chunk, 0)
+        return [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in self.rows]
+
+    def _deliver(self, channel: Channel, value: Leaves, rings: Rings, now: Now) -> Rings:
+        """Sends what some rank has made to who waits for it; a permute runs only in ticks in which one is needed."""
+        of = self.of
+        packing = of.packing(channel.kind)
+        packed = packing.pack(value)
+        if channel.shift:
+
+            def permuted(packed: Leaves) -> Leaves:
+                with jax.named_scope(MESSAGE_SCOPE):
+                    return [jax.lax.ppermute(leaf, STAGE, channel.pairs) for leaf in packed]
+
+            # Every rank takes the same branch: the predicate depends on the tick alone.
+            packed = jax.lax.cond(now[f"send.{channel.name}"] > 0, permuted, lambda packed: packed, packed)
+        name = of.input_ring if channel.kind == "F" else "cotangent"
+        slot = now[f"{name}.write.{channel.name}"]
+        return {**rings, name: write(rings[name], packing.unpack(packed), slot)}
+
+
+def _added(sums: Leaves, more: Leaves) -> Leaves:
+    return [held + new.astype(held.dtype) for held, new in zip(sums, more, strict=True)]
+
+
+def _added_at(sums: Leaves, more: Leaves, chunk: Any) -> Leaves:
+    if not sums or sums[0].shape[0] == 1:
+        return [held + new[None].astype(held.dtype) for held, new in zip(sums, more, strict=True)]
+    return [held.at[chunk].add(new.astype(held.dtype)) for held, new in zip(sums, more, strict=True)]

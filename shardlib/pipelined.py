@@ -1,0 +1,315 @@
+"""Gradients of a loss through a pipeline: parameters to their stages, ticks, gradients back, in three `shard_map`s.
+
+In: a staged model, a layout. Out: `(stored params, batch, rng) -> (gradients with their specs, Sums)`. Gather and
+reduce are manual over the whole mesh; the ticks over `stage` and the data-like axes, the rest automatic.
+
+    value = pipelined_gradients(loss, staging, layout=layout, options=options)(stored, batch, rng)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from shardlib.accumulate import over_slices, scales_of, summed_weights
+from shardlib.explicit import Layout, cast, check_layout, gather_leaf, manual, reduce_leaf
+from shardlib.objective import LossFunction, Sums
+from shardlib.pipeline.cut import cut
+from shardlib.pipeline.execute import STAGE, Executor
+from shardlib.pipeline.partition import NO_LAYER, Partition
+from shardlib.pipeline.parts import Leaves, Parts
+from shardlib.pipeline.passes import Chosen, recomputing, storing
+from shardlib.pipeline.stage import StageWork
+from shardlib.remat import Policy
+from shardlib.slices import cut as cut_batch
+from shardlib.slices import part_keys
+from shardlib.spec_axes import axes_of, is_spec, only, without
+from shardlib.staging import Staging
+from shardlib.strategies import DATA_LIKE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How ticks are executed; a static leaf.
+
+    Args:
+        residuals: what a stage keeps for its backward pass.
+        skip: branch around idle slots; else compute and discard.
+        inside: update ring buffers inside the branches: better on CPU, where TPU copies them.
+    """
+
+    residuals: Policy
+    skip: bool
+    inside: bool
+
+
+def pipelined_gradients(
+    loss: LossFunction, staging: Staging, *, layout: Layout, abstract_params: Any, options: Options
+) -> Callable[[Any, Any, Any], tuple[Any, Sums]]:
+    """Builds `(stored parameters, batch, rng) -> (gradients placed as `layout.grads`, Sums over everything)`.
+
+    Args:
+        loss: with constraints that leave `stage` and the data-like axes alone.
+        staging: how the model was cut.
+        layout: where everything lives; its parameters are the stored ones.
+        abstract_params: in the model's own shapes.
+        options: how to execute.
+    """
+    check_layout(layout, gathered=(*DATA_LIKE, STAGE))
+    moves = _Moves(staging=staging, layout=layout)
+    core = _Core(loss=loss, staging=staging, layout=layout, abstract_params=abstract_params, options=options)
+    mesh, axes = layout.mesh, layout.axes
+
+    def value(params: Any, batch: Any, rng: Any) -> tuple[Any, Sums]:
+        leaves = jax.tree.leaves(cast(params, layout.compute_dtype))
+        whole = manual(moves.gather, mesh, (moves.specs,), (moves.row_specs, moves.outer_specs))(leaves)
+        lead = axes or None
+        rows_out, outer_out = P(lead, STAGE), P((STAGE, *axes))
+        local = jax.shard_map(
+            core,
+            mesh=mesh,
+            axis_names={STAGE, *axes},
+            in_specs=(P(STAGE), P(), layout.batch, P()),
+            out_specs=(rows_out, outer_out, P()),
+            check_vma=False,
+        )
+        rows, outer, sums = local(*whole, batch, rng)
+        # Out of a partly manual region a spec may name manual axes only; the constraint names the rest.
+        row_specs = [P(lead, *spec) for spec in _chosen(moves.row_specs, core.chosen_rows)]
+        outer_specs = [P((STAGE, *axes), *spec) for spec in _chosen(moves.outer_specs, core.chosen_outer)]
+        place = lambda tree, specs: jax.lax.with_sharding_constraint(  # noqa: E731
+            tree, [NamedSharding(mesh, spec) for spec in specs]
+        )
+        rows, outer = place(rows, row_specs), place(outer, outer_specs)
+        grads = manual(moves.reduce, mesh, (row_specs, outer_specs), moves.grad_specs)(rows, outer)
+        return jax.tree.unflatten(jax.tree.structure(layout.grads, is_leaf=is_spec), grads), sums
+
+    return value
+
+
+def _chosen(values: list[Any], flags: tuple[bool, ...]) -> list[Any]:
+    return [value for value, wanted in zip(values, flags, strict=True) if wanted]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Moves:
+    """Parameters from where they are stored to the ranks that use them, and gradients back; a static value."""
+
+    staging: Staging
+    layout: Layout
+
+    @property
+    def parts(self) -> Parts:
+        return self.staging.parts
+
+    @property
+    def specs(self) -> list[P]:
+        """Of the stored parameters."""
+        return jax.tree.leaves(self.layout.params, is_leaf=is_spec)
+
+    @property
+    def grad_specs(self) -> list[P]:
+        """Of the reduced gradients of the chosen parameters."""
+        return jax.tree.leaves(self.layout.grads, is_leaf=is_spec)
+
+    @property
+    def row_specs(self) -> list[P]:
+        """Of each kind of layer parameter, its rows along dim 0."""
+        specs = self.specs
+        found = []
+        for kind in self.parts.stacked:
+            spec = without(specs[kind.leaves[0]], (*DATA_LIKE, STAGE))
+            rest = [entry for dim, entry in enumerate(spec) if dim != kind.dim]
+            found.append(P(STAGE, *rest))
+        return found
+
+    @property
+    def outer_specs(self) -> list[P]:
+        """Of all other parameters, gathered."""
+        specs = self.specs
+        return [without(specs[leaf], (*DATA_LIKE, STAGE)) for leaf in self.parts.outer]
+
+    def gather(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
+        """In a region manual over the mesh: rows of this rank's layers, and the other parameters, both whole."""
+        specs, rows = self.specs, []
+        for kind in self.parts.stacked:
+            spec = specs[kind.leaves[0]]
+            if kind.dim is None:
+                rows.append(_to_rows([leaves[leaf] for leaf in kind.leaves], spec, self.staging.partition))
+            else:
+                rows.append(jnp.moveaxis(gather_leaf(leaves[kind.leaves[0]], spec, over=DATA_LIKE), kind.dim, 0))
+        over = (*DATA_LIKE, STAGE)
+        return rows, [gather_leaf(leaves[leaf], specs[leaf], over=over) for leaf in self.parts.outer]
+
+    def reduce(self, rows: Leaves, outer: Leaves) -> Leaves:
+        """In a region manual over the mesh: gradients summed over devices and split as their specs say, in tree order.
+
+        Args:
+            rows, outer: [1, ...] each, this device's, of the chosen parameters.
+        """
+        layout, made = self.layout, dict[int, Any]()
+        mask = _flags(layout)
+        position = {leaf: i for i, leaf in enumerate(leaf for leaf, wanted in enumerate(mask) if wanted)}
+        spec_of = lambda leaf: self.grad_specs[position[leaf]]  # noqa: E731
+        sizes = {"over": layout.axes, "dtype": layout.reduce_dtype}
+        kinds = [kind for kind in self.parts.stacked if mask[kind.leaves[0]]]
+        for kind, grad in zip(kinds, rows, strict=True):
+            if kind.dim is None:
+                grads = _from_rows(grad[0], spec_of(kind.leaves[0]), self.staging.partition, layout)
+                made |= dict(zip(kind.leaves, grads, strict=True))
+            else:
+                leaf = kind.leaves[0]
+                made[leaf] = reduce_leaf(jnp.moveaxis(grad[0], 0, kind.dim), spec_of(leaf), **sizes)
+        over = tuple(axis for axis in layout.mesh.axis_names if axis in (*layout.axes, STAGE))
+        for leaf, grad in zip((leaf for leaf in self.parts.outer if mask[leaf]), outer, strict=True):
+            made[leaf] = reduce_leaf(grad[0], spec_of(leaf), over=over, dtype=layout.reduce_dtype)
+        return [made[leaf] for leaf in sorted(made)]
+
+
+def _flags(layout: Layout) -> list[bool]:
+    """For every parameter, whether it has a gradient."""
+    if layout.mask is None:
+        return [True] * len(jax.tree.leaves(layout.params, is_leaf=is_spec))
+    return [bool(flag) for flag in jax.tree.leaves(layout.mask)]
+
+
+def _stage_dim(spec: P) -> int | None:
+    return next((dim for dim, entry in enumerate(spec) if STAGE in axes_of(entry)), None)
+
+
+def _to_rows(leaves: Leaves, spec: P, partition: Partition) -> jax.Array:
+    """Layers stored one by one, each in parts over the stages, to whole rows of this rank's own layers."""
+    rows = np.asarray(partition.rows)
+    stacked = jnp.stack(leaves)[np.maximum(rows, 0)]
+    if NO_LAYER in partition.rows:
+        stacked = jnp.where((rows != NO_LAYER).reshape(-1, *[1] * (stacked.ndim - 1)), stacked, 0)
+    dim = _stage_dim(spec)
+    if dim is None:
+        own = len(rows) // partition.placement.num_ranks
+        stacked = jax.lax.dynamic_slice_in_dim(stacked, jax.lax.axis_index(STAGE) * own, own, 0)
+    else:
+        stacked = jax.lax.all_to_all(stacked, STAGE, split_axis=0, concat_axis=dim + 1, tiled=True)
+    return gather_leaf(stacked, P(None, *spec), over=DATA_LIKE)
+
+
+def _from_rows(grad: jax.Array, spec: P, partition: Partition, layout: Layout) -> Leaves:
+    """Gradients of this rank's rows to those of single layers, summed over devices and in parts as `spec` says."""
+    dim, own = _stage_dim(spec), grad.shape[0]
+    # What splits a dim outside of the stages is scattered before the stages exchange rows, what is inside after.
+    before = P(None, *(_around(entry, outside=True) for entry in spec))
+    after = P(None, *(_around(entry, outside=False) for entry in spec))
+    first = tuple(axis for axis in layout.axes if axis in {a for entry in before for a in axes_of(entry)})
+    rest = tuple(axis for axis in layout.axes if axis not in first)
+    grad = reduce_leaf(grad, only(before, layout.axes), over=first, dtype=layout.reduce_dtype)
+    if dim is None:
+        whole = jnp.zeros((own * partition.placement.num_ranks, *grad.shape[1:]), grad.dtype)
+        grad = jax.lax.dynamic_update_slice_in_dim(whole, grad, jax.lax.axis_index(STAGE) * own, 0)
+        rest = (*rest, STAGE)
+    else:
+        grad = jax.lax.all_to_all(grad, STAGE, split_axis=dim + 1, concat_axis=0, tiled=True)
+    grad = reduce_leaf(grad, only(after, layout.axes), over=rest, dtype=layout.reduce_dtype)
+    return [grad[row] for row in partition.row_of]
+
+
+def _around(entry: Any, *, outside: bool) -> Any:
+    """The axes of an entry outside (before) or inside (after) the stages; all of them where there is no stage."""
+    axes = axes_of(entry)
+    if STAGE not in axes:
+        return axes if outside else None
+    cut_at = axes.index(STAGE)
+    return axes[:cut_at] if outside else axes[cut_at + 1 :]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Core:
+    """The ticks, as a function of one device's part of everything; a static value."""
+
+    loss: LossFunction
+    staging: Staging
+    layout: Layout
+    abstract_params: Any
+    options: Options
+
+    @property
+    def chosen_rows(self) -> tuple[bool, ...]:
+        """Which kinds of layer parameters have gradients."""
+        flags = _flags(self.layout)
+        return tuple(flags[kind.leaves[0]] for kind in self.staging.parts.stacked)
+
+    @property
+    def chosen_outer(self) -> tuple[bool, ...]:
+        """Which other parameters have gradients."""
+        flags = _flags(self.layout)
+        return tuple(flags[leaf] for leaf in self.staging.parts.outer)
+
+    def __call__(self, rows: Leaves, outer: Leaves, batch: Any, rng: Any) -> tuple[Leaves, Leaves, Sums]:
+        layout, partition = self.layout, self.staging.partition
+        shard = jax.lax.axis_index(layout.axes) if layout.axes else 0
+        sizes = {"num_microbatches": layout.num_microbatches, "num_slices": layout.num_slices}
+        pieces = cut_batch(batch, layout.batch_dims, **sizes)
+        keys = part_keys(rng, first=shard * layout.num_microbatches * layout.num_slices, **sizes)
+        part = over_slices(self.loss, layout.num_slices, ())
+        params = jax.eval_shape(lambda tree: cast(tree, layout.compute_dtype), self.abstract_params)
+        total = summed_weights(part, params, pieces, keys).summed(layout.axes)
+
+        flat, treedef = jax.tree.flatten((pieces, keys))
+        first = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in flat]
+        shape: list[Any] = []
+
+        def traced(params: Any, piece: Any) -> Any:
+            sums = part(params, *piece, None)
+            shape[:] = [jax.tree.structure(sums)]
+            return sums
+
+        parts = cut(traced, params, jax.tree.unflatten(treedef, first), layer_leaves=self.staging.layer_leaves)
+        assert parts.stacked == self.staging.parts.stacked, "the loss was cut in another way than when it was bound"
+        chunks = partition.placement.num_chunks
+        rows = [leaf.reshape(chunks, partition.most, *leaf.shape[1:]) for leaf in rows]
+        executor = self._executor(parts, rows, outer, first, shape[0])
+        row_grads, outer_grads, results = executor.gradients(rows, outer, flat, scales_of(total))
+        sums = jax.tree.unflatten(shape[0], results).summed((STAGE, *layout.axes))
+        row_grads = [leaf.reshape(1, chunks * partition.most, *leaf.shape[2:]) for leaf in row_grads]
+        return row_grads, [leaf[None] for leaf in outer_grads], sums
+
+    def _executor(self, parts: Parts, rows: Leaves, outer: Leaves, piece: Leaves, results: Any) -> Executor:
+        options, partition = self.options, self.staging.partition
+        work = StageWork(parts=parts, partition=partition, policy=options.residuals, skip=options.skip)
+        chosen = Chosen(
+            rows=self.chosen_rows,
+            outer=self.chosen_outer,
+            message=tuple(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in parts.message),
+        )
+        if options.residuals.kind == "full":
+            passes = recomputing(work, chosen)
+        else:
+            abstract = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
+            one = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in rows]
+            number = jax.ShapeDtypeStruct((), jnp.int32)
+            like = (one, jax.tree.map(abstract, outer), piece, number, list(parts.message))
+            passes = storing(work, chosen, like=like)
+
+        def objective(outer: Leaves, piece: Leaves, message: Leaves) -> Any:
+            num_carry = len(parts.carry)
+            made = parts.post(outer, piece, message[:num_carry], message[num_carry:])
+            sums = jax.tree.unflatten(results, made)
+            return (sums.total, sums.per_microbatch), made
+
+        mesh = self.layout.mesh
+        automatic = [axis for axis in mesh.axis_names if axis not in (STAGE, *DATA_LIKE) and mesh.shape[axis] > 1]
+        return Executor(
+            parts=parts,
+            passes=passes,
+            lowered=self.staging.lowered,
+            partition=partition,
+            chosen=chosen,
+            objective=objective,
+            skip=options.skip,
+            alone=bool(automatic),
+            inside=options.inside,
+        )
+

@@ -1,0 +1,221 @@
+"""A model on pipeline stages: which parameters belong to the layers, which rank holds which, how they are stored.
+
+In: a loss, its plan, abstract parameters. Out: `Staging`, which stores and restores parameters and explains itself.
+
+    staging = stage_model(loss, plan, params, batch_spec)
+    stored = staging.store(params)    # rows in the order of the ranks, padded where stages are uneven
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from meshes.build import abstract_mesh
+from meshes.errors import ShardingError
+from meshes.shape import MeshShape
+from shardlib import annotate
+from shardlib import batch_spec as batches
+from shardlib.accumulate import over_slices
+from shardlib.decide import Decision
+from shardlib.objective import LossFunction
+from shardlib.pipeline.costs import Costs
+from shardlib.pipeline.cut import cut
+from shardlib.pipeline.lower import lower
+from shardlib.pipeline.lowered import Lowered
+from shardlib.pipeline.partition import NO_LAYER, Partition
+from shardlib.pipeline.parts import Parts
+from shardlib.pipeline.schedules import ALL
+from shardlib.pipeline.table import BACKWARD, FORWARD, Table
+from shardlib.place import active
+from shardlib.plan import STAGE, Plan
+from shardlib.slices import BATCH
+from shardlib.specs import Entry, Resolution, entry_of
+from shardlib.strategies import DATA_LIKE
+from shardlib.tree_paths import leaves_with_paths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staging:
+    """A model cut for a pipeline; a static value.
+
+    Args:
+        parts: the cut loss at the shapes of one microbatch of one data shard.
+        partition: layers per virtual stage.
+        lowered: the schedule in ticks.
+        layer_leaves: positions of the parameters that carry the logical axis "layers".
+        paths: of the parameters.
+    """
+
+    parts: Parts
+    partition: Partition
+    lowered: Lowered
+    layer_leaves: tuple[int, ...]
+    paths: tuple[str, ...]
+
+    @property
+    def dims(self) -> dict[int, int]:
+        """The dim of the layers of every parameter that holds all of them."""
+        return {kind.leaves[0]: kind.dim for kind in self.parts.stacked if kind.dim is not None}
+
+    def store(self, params: Any) -> Any:
+        """Parameters as the step holds them: layers in the order of the ranks, zeros in rows that stand for none."""
+        if self.partition.in_order:
+            return params
+        rows = np.asarray(self.partition.rows)
+        index = np.maximum(rows, 0)
+
+        def leaf(x: Any, dim: int) -> Any:
+            taken = jnp.take(x, index, axis=dim)
+            mask = (rows != NO_LAYER).reshape([-1 if d == dim else 1 for d in range(x.ndim)])
+            return taken if NO_LAYER not in self.partition.rows else jnp.where(mask, taken, 0)
+
+        return self._mapped(params, leaf)
+
+    def restore(self, stored: Any) -> Any:
+        """Stored parameters, or their gradients, in the model's own order: the inverse of `store`."""
+        if self.partition.in_order:
+            return stored
+        rows = np.asarray(self.partition.row_of)
+        return self._mapped(stored, lambda x, dim: jnp.take(x, rows, axis=dim))
+
+    def stored_shapes(self, tree: Any) -> Any:
+        """A tree with abstract leaves, boxes and all, in the shapes that `store` makes."""
+        num_rows = len(self.partition.rows)
+
+        def leaf(x: Any, dim: int) -> Any:
+            return jax.ShapeDtypeStruct((*x.shape[:dim], num_rows, *x.shape[dim + 1 :]), x.dtype)
+
+        return self._mapped(tree, leaf)
+
+    def _mapped(self, tree: Any, change: Callable[[Any, int], Any]) -> Any:
+        leaves, treedef = jax.tree.flatten(tree)
+        for position, dim in self.dims.items():
+            leaves[position] = change(leaves[position], dim)
+        return jax.tree.unflatten(treedef, leaves)
+
+    @property
+    def loads(self) -> tuple[float, ...]:
+        """What every rank computes per microbatch, in layers; embedding and head by their matrix products."""
+        return self.partition.loads(**shares(self.parts))
+
+
+def shares(parts: Parts) -> dict[str, float]:
+    """What comes before and after the layers, in layers, by matrix products."""
+    before, layer, after, _ = parts.flops
+    return {"embedding": before / layer, "head": after / layer} if layer else {"embedding": 0.0, "head": 0.0}
+
+
+def stage_model(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, layer_leaves: tuple[int, ...]) -> Staging:
+    """Cuts the loss and deals out its layers; traces the loss once, abstractly.
+
+    Raises:
+        ShardingError: no layers, fewer layers than stages, a schedule that cannot be executed.
+    """
+    table = plan.table()
+    check_executable(table)
+    parts = cut(*abstract_part(loss, plan, params, batch_spec), layer_leaves=layer_leaves)
+    partition = partition_of(parts, plan, table)
+    return Staging(
+        parts=parts,
+        partition=partition,
+        lowered=lower(table, costs_of(parts, partition), idle=plan.idle, form="fused"),
+        layer_leaves=layer_leaves,
+        paths=tuple(path for path, _ in leaves_with_paths(params)),
+    )
+
+
+def partition_of(parts: Parts, plan: Plan, table: Table) -> Partition:
+    """Layers per virtual stage as the plan wants them."""
+    placement = table.placement
+    if plan.balance == "even" and parts.num_layers % len(placement.ranks) == 0:
+        return Partition.even(parts.num_layers, placement)
+    return Partition.balanced(parts.num_layers, placement, **shares(parts))
+
+
+def costs_of(parts: Parts, partition: Partition) -> Costs:
+    """F, B and W of every virtual stage in layers, embedding and head included: a backward pass is two forward ones."""
+    share = shares(parts)
+    work = [float(count) for count in partition.counts]
+    work[0] += share["embedding"]
+    work[-1] += share["head"]
+    forward = tuple(max(count, 1e-6) for count in work)
+    return Costs(forward=forward, backward=tuple(2 * count for count in forward), weight=forward)
+
+
+def check_executable(table: Table) -> None:
+    """Raises for a table with split backward passes."""
+    kinds = {cell.kind for row in table.rows for cell in row}
+    if kinds - {FORWARD, BACKWARD}:
+        whole = [schedule.name for schedule in ALL if schedule.name in ("gpipe", "1f1b", "interleaved_1f1b")]
+        raise ShardingError(
+            f"schedule {table.name!r} splits the backward pass into I and W, which the executor does not do yet",
+            fix=f"use {', '.join(whole)}, or a table of F and B",
+        )
+
+
+def abstract_part(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any) -> tuple[Any, Any, Any]:
+    """The loss of one microbatch of one data shard, with abstract arguments: what `cut` takes."""
+    parts = plan.num_batch_shards * plan.num_microbatches
+    rows = {leaf.shape[leaf.axes.index(BATCH)] // parts for leaf in _with_batch(batch_spec)}
+    small = batches.resized(batch_spec, batch=max(min(rows), 1)) if rows else batch_spec
+    piece = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), batches.abstract(small))
+    key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+    hidden = (*DATA_LIKE, STAGE)
+    in_force = active(plan.rules, abstract_mesh(plan.mesh), hidden=hidden, sum_dtype=plan.tensor_reduce_dtype)
+    part = over_slices(annotate.under(in_force, loss), 1, ())
+    return lambda params, piece: part(params, *piece, None), params, (piece, key)
+
+
+def _with_batch(batch_spec: Any) -> list[batches.ArraySpec]:
+    return [leaf for leaf in jax.tree.leaves(batch_spec, is_leaf=batches.is_spec) if BATCH in leaf.axes]
+
+
+def place_on_stages(found: Resolution, staging: Staging, mesh: MeshShape) -> Resolution:
+    """Specs in which layers are split over stages, and every other parameter is stored in parts over them."""
+    entries = [
+        _layers(entry, staging, staging.dims[position], mesh)
+        if position in staging.dims
+        else _spread(entry, mesh)
+        for position, entry in enumerate(found.entries)
+    ]
+    treedef = jax.tree.structure(found.specs, is_leaf=lambda node: isinstance(node, jax.sharding.PartitionSpec))
+    return replace(found, specs=jax.tree.unflatten(treedef, [e.spec for e in entries]), entries=tuple(entries))
+
+
+def _layers(entry: Entry, staging: Staging, dim: int, mesh: MeshShape) -> Entry:
+    partition = staging.partition
+    stored = "" if partition.in_order else f", stored as {len(partition.rows)} rows in the order of the ranks"
+    reason = f"{partition.num_layers} layers over {mesh.size(STAGE)} stages{stored}"
+    decisions = [_without_stage(decision) for decision in entry.decisions]
+    decisions[dim] = replace(decisions[dim], mesh_axes=(STAGE,), reason=reason, problem=None)
+    return entry_of(entry.path, entry.shape, entry.dtype, entry.names, tuple(decisions), mesh)
+
+
+def _spread(entry: Entry, mesh: MeshShape) -> Entry:
+    """The largest dim that divides is stored in parts over the stages, which gather it once per step."""
+    stages = mesh.size(STAGE)
+    decisions = [_without_stage(decision) for decision in entry.decisions]
+    local = [_local(decision, mesh) for decision in decisions]
+    fitting = [dim for dim, size in enumerate(local) if size % stages == 0 and size]
+    if fitting:
+        dim = max(fitting, key=lambda d: local[d])
+        old = decisions[dim]
+        reason = f"{old.reason}; stored in parts over {STAGE}={stages}, gathered once per step"
+        decisions[dim] = replace(old, mesh_axes=(*old.mesh_axes, STAGE), reason=reason)
+    return entry_of(entry.path, entry.shape, entry.dtype, entry.names, tuple(decisions), mesh)
+
+
+def _without_stage(decision: Decision) -> Decision:
+    return replace(decision, mesh_axes=tuple(axis for axis in decision.mesh_axes if axis != STAGE))
+
+
+def _local(decision: Decision, mesh: MeshShape) -> int:
+    size = decision.size
+    for axis in decision.mesh_axes:
+        size //= mesh.size(axis)
+    return size
+
