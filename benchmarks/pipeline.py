@@ -56,7 +56,7 @@ COLUMNS: Final = {
     "compile_cpu_seconds": ("compile, CPU s", 1),
     "temp_bytes": ("temporaries, MiB", 2**20),
     "reduced_bytes": ("all-reduced, MiB", 2**20),
-    "gradient_bytes": ("over stage and data, MiB", 2**20),
+    "gradient_bytes": ("gradients, MiB", 2**20),
     "permutes": ("permutes", 1),
     "permutes_run": ("run", 1),
 }
@@ -247,13 +247,14 @@ def _counted(compiled: jax.stages.Compiled, case: Case) -> dict[str, float]:
 
 
 def gradient_bytes(program: Program, case: Case) -> float:
-    """Bytes each device sends per step to reduce over stage and data: gradients, activations only if misplaced.
+    """Bytes each device sends per step to reduce gradients over stage and data.
 
-    Reductions over tensor alone are the layers' own, whatever the schedule.
+    Gathers over these axes count too: a reduce-scatter of gradients and the gather of the parameters that they update
+    are an all-reduce in two parts. What runs over tensor alone belongs to the layers, whatever the schedule.
     """
     shape = shape_of(case.make_mesh())
-    reduced = (*program.of_kind("all-reduce"), *program.of_kind("reduce-scatter"))
-    return totals(tuple(each for each in reduced if axes_of(each, shape).axes != ("tensor",))).bytes_per_device or 0.0
+    exchanges = [each for kind in ("all-reduce", "reduce-scatter", "all-gather") for each in program.of_kind(kind)]
+    return totals(tuple(each for each in exchanges if axes_of(each, shape).axes != ("tensor",))).bytes_per_device or 0.0
 
 
 def check_losses(found: Found) -> None:

@@ -3,13 +3,12 @@
 import functools
 import io
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import jax
 import pytest
 from rich.console import Console
 
-import shardlib as sl
 from benchmarks import pipeline, plain_gpt, plain_pipeline
 from benchmarks.pipeline import EVERY, FORMS, LIMITS, MESHES, OURS, SKIP, Measured, Point, case_at
 from meshes.build import make_mesh
@@ -112,12 +111,10 @@ def test_the_hand_written_pipelines_are_measured_alone(tmp_path, capsys):
     assert EVERY in shown and SKIP in shown and OURS not in shown
 
 
-HAS_SCHEDULES = {"schedule", "residuals"} <= {each.name for each in fields(sl.Plan)}
-
-
-@pytest.mark.skipif(not HAS_SCHEDULES, reason="plans have no pipeline yet")
-def test_the_toolkit_computes_the_losses_of_the_hand_written_pipelines(tmp_path, capsys):
-    status, document = run("--mesh", MESHES[1], tmp_path=tmp_path)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_toolkit_computes_the_losses_of_the_hand_written_pipelines(mesh, tmp_path, capsys):
+    status, document = run("--mesh", mesh, tmp_path=tmp_path)
     assert status == 0
     assert set(document["points"][0]["programs"]) == {*FORMS, OURS}
     assert "limits of the toolkit" in capsys.readouterr().out
