@@ -47,6 +47,11 @@ def abstract(spec: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf.abstract(), spec, is_leaf=is_spec)
 
 
+def with_axis(spec: Any, axis: str) -> list[ArraySpec]:
+    """The inputs that have a logical axis."""
+    return [leaf for leaf in jax.tree.leaves(spec, is_leaf=is_spec) if axis in leaf.axes]
+
+
 def resized(spec: Any, **sizes: int | None) -> Any:
     """The spec with new sizes for the named axes; None keeps a size.
 

@@ -6,7 +6,7 @@ In: the loss, the plan, a mesh, specs. Out: `(params, batch, rng, collections) -
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -15,13 +15,15 @@ from jax.sharding import Mesh
 
 from meshes.errors import ShardingError
 from shardlib import accumulate, annotate
+from shardlib import batch_spec as batches
 from shardlib.explicit import Layout, cast, data_like, explicit_gradients
 from shardlib.objective import LossFunction, Sums
+from shardlib.pipelined import Options, pipelined_gradients, pipelined_sums
 from shardlib.place import active, shardings
-from shardlib.pipelined import Options, pipelined_gradients
 from shardlib.plan import STAGE, Plan
 from shardlib.remat import parse_policy, with_policy
-from shardlib.slices import batch_dims, check_divides, cut, part_keys
+from shardlib.slices import BATCH, batch_dims, check_divides, cut, part_keys
+from shardlib.spec_axes import axes_of, is_spec
 from shardlib.staging import Staging
 
 GradientFunction = Callable[[Any, Any, Any, Any], tuple[Any, Sums]]
@@ -126,17 +128,12 @@ def _explicit(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_
 
 def _pipelined(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> GradientFunction:
     assert specs.staging is not None, "bind stages the model of a plan with a stage axis"
-    hidden = (STAGE, *data_like(mesh))
-    in_force = active(plan.rules, mesh, hidden=hidden, manual=True, sum_dtype=plan.tensor_reduce_dtype)
-    platform = mesh.devices.flat[0].platform
     gradients = pipelined_gradients(
-        annotate.under(in_force, loss),
+        _staged(loss, plan, mesh),
         specs.staging,
         layout=_layout(plan, mesh, specs, num_slices),
         abstract_params=specs.abstract_params,
-        options=Options(
-            residuals=parse_policy(plan.residuals or "full"), skip=plan.idle == "skip", inside=platform == "cpu"
-        ),
+        options=_options(plan, mesh),
     )
 
     def value(params: Any, batch: Any, rng: Any, collections: Any) -> tuple[Any, Sums]:
@@ -144,6 +141,54 @@ def _pipelined(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num
         return gradients(params, batch, rng)
 
     return value
+
+
+def staged_evaluation(
+    loss: LossFunction, plan: Plan, *, mesh: Mesh, specs: StepSpecs, num_microbatches: int | None = None
+) -> Callable[..., Sums]:
+    """Sums of the loss over the stages, without randomness: `(params, batch, collections) -> Sums`.
+
+    Args:
+        specs: of a batch of any size: rows that the data-like axes do not divide are evaluated whole on each of them,
+            and the largest number of microbatches up to the plan's that divides the rows is taken.
+        num_microbatches: exactly so many.
+    """
+    assert specs.staging is not None
+    rows = [leaf.shape[leaf.axes.index(BATCH)] for leaf in batches.with_axis(specs.batch_spec, BATCH)]
+    divided = any(data_like(mesh)) and all(
+        axes_of(entry) for entry in _batch_entries(specs.batch, batch_dims(specs.batch_spec))
+    )
+    local = [count // (plan.num_batch_shards if divided else 1) for count in rows] or [1]
+    fitting = (k for k in range(1, plan.num_microbatches + 1) if all(count % k == 0 for count in local))
+    sums = pipelined_sums(
+        _staged(loss, plan, mesh),
+        specs.staging,
+        layout=replace(_layout(plan, mesh, specs, 1), num_microbatches=num_microbatches or max(fitting)),
+        abstract_params=specs.abstract_params,
+        options=_options(plan, mesh),
+        divided=divided,
+    )
+    return lambda params, batch, collections: sums(params, batch)
+
+
+def _batch_entries(specs: Any, dims: Any) -> list[Any]:
+    """The entry of the batch dim in the spec of every input that has one."""
+    pairs = zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(dims), strict=True)
+    return [spec[dim] if dim < len(spec) else None for spec, dim in pairs if dim >= 0]
+
+
+def _staged(loss: LossFunction, plan: Plan, mesh: Mesh) -> LossFunction:
+    """The loss with constraints that leave the stages and the data-like axes alone."""
+    hidden = (STAGE, *data_like(mesh))
+    return annotate.under(
+        active(plan.rules, mesh, hidden=hidden, manual=True, sum_dtype=plan.tensor_reduce_dtype), loss
+    )
+
+
+def _options(plan: Plan, mesh: Mesh) -> Options:
+    platform = mesh.devices.flat[0].platform
+    residuals = parse_policy(plan.residuals or "full")
+    return Options(residuals=residuals, skip=plan.idle == "skip", inside=platform == "cpu")
 
 
 def _layout(plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> Layout:

@@ -20,12 +20,14 @@ from shardlib.accumulate import over_slices, scales_of, summed_weights
 from shardlib.explicit import Layout, cast, check_layout, gather_leaf, manual, reduce_leaf
 from shardlib.objective import LossFunction, Sums
 from shardlib.pipeline.cut import cut
+from shardlib.pipeline.evaluate import Evaluator
 from shardlib.pipeline.execute import STAGE, Executor
+from shardlib.pipeline.forward_only import forward_only
 from shardlib.pipeline.partition import NO_LAYER, Partition
 from shardlib.pipeline.parts import Leaves, Parts
 from shardlib.pipeline.passes import Chosen, recomputing, storing
 from shardlib.pipeline.stage import StageWork
-from shardlib.remat import Policy
+from shardlib.remat import Policy, parse_policy
 from shardlib.slices import cut as cut_batch
 from shardlib.slices import part_keys
 from shardlib.spec_axes import axes_of, is_spec, only, without
@@ -78,7 +80,8 @@ def pipelined_gradients(
             out_specs=(rows_out, outer_out, P()),
             check_vma=False,
         )
-        rows, outer, sums = local(*whole, batch, rng)
+        rows, outer = whole
+        rows, outer, sums = local(rows, outer, batch, rng)
         # Out of a partly manual region a spec may name manual axes only; the constraint names the rest.
         row_specs = [P(lead, *spec) for spec in _chosen(moves.row_specs, core.chosen_rows)]
         outer_specs = [P((STAGE, *axes), *spec) for spec in _chosen(moves.outer_specs, core.chosen_outer)]
@@ -225,6 +228,64 @@ def _around(entry: Any, *, outside: bool) -> Any:
     return axes[:cut_at] if outside else axes[cut_at + 1 :]
 
 
+def pipelined_sums(
+    loss: LossFunction,
+    staging: Staging,
+    *,
+    layout: Layout,
+    abstract_params: Any,
+    options: Options,
+    divided: bool,
+) -> Callable[[Any, Any], Sums]:
+    """Builds `(stored parameters, batch) -> Sums` without randomness and without gradients.
+
+    Args:
+        loss, staging, abstract_params, options: as for `pipelined_gradients`.
+        layout: of this batch.
+        divided: whether the data-like axes divide the batch; else every one of them evaluates all of it.
+    """
+    moves = _Moves(staging=staging, layout=layout)
+    core = _Core(loss=loss, staging=staging, layout=layout, abstract_params=abstract_params, options=options)
+    mesh, axes = layout.mesh, layout.axes
+
+    def value(params: Any, batch: Any) -> Sums:
+        leaves = jax.tree.leaves(cast(params, layout.compute_dtype))
+        rows, outer = manual(moves.gather, mesh, (moves.specs,), (moves.row_specs, moves.outer_specs))(leaves)
+        local = jax.shard_map(
+            lambda rows, outer, batch: core.evaluate(rows, outer, batch, over=(STAGE, *(axes if divided else ()))),
+            mesh=mesh,
+            axis_names={STAGE, *axes},
+            in_specs=(P(STAGE), P(), layout.batch),
+            out_specs=P(),
+            check_vma=False,
+        )
+        return local(rows, outer, batch)
+
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A loss cut inside the region, and the microbatches it takes; a static value.
+
+    Args:
+        parts: the cut loss.
+        pieces: leaves [num_microbatches, ...].
+        results: the structure of its results.
+    """
+
+    parts: Parts
+    pieces: Leaves
+    results: Any
+
+    def objective(self, outer: Leaves, piece: Leaves, message: Leaves) -> tuple[tuple[Any, Any], Leaves]:
+        """((total, per_microbatch), all results) of a microbatch from its last message."""
+        num_carry = len(self.parts.carry)
+        made = self.parts.post(outer, piece, message[:num_carry], message[num_carry:])
+        sums = jax.tree.unflatten(self.results, made)
+        return (sums.total, sums.per_microbatch), made
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Core:
     """The ticks, as a function of one device's part of everything; a static value."""
@@ -248,68 +309,94 @@ class _Core:
         return tuple(flags[leaf] for leaf in self.staging.parts.outer)
 
     def __call__(self, rows: Leaves, outer: Leaves, batch: Any, rng: Any) -> tuple[Leaves, Leaves, Sums]:
-        layout, partition = self.layout, self.staging.partition
+        """Gradients [1, ...] of this device, and the sums over all."""
+        layout = self.layout
         shard = jax.lax.axis_index(layout.axes) if layout.axes else 0
         sizes = {"num_microbatches": layout.num_microbatches, "num_slices": layout.num_slices}
         pieces = cut_batch(batch, layout.batch_dims, **sizes)
         keys = part_keys(rng, first=shard * layout.num_microbatches * layout.num_slices, **sizes)
         part = over_slices(self.loss, layout.num_slices, ())
-        params = jax.eval_shape(lambda tree: cast(tree, layout.compute_dtype), self.abstract_params)
-        total = summed_weights(part, params, pieces, keys).summed(layout.axes)
+        total = summed_weights(part, self._params(), pieces, keys).summed(layout.axes)
+        cut = self._cut(part, pieces, keys)
+        rows = self._by_chunk(rows)
+        executor = self._executor(cut, rows, outer)
+        row_grads, outer_grads, results = executor.gradients(rows, outer, cut.pieces, scales_of(total))
+        sums = jax.tree.unflatten(cut.results, results).summed((STAGE, *layout.axes))
+        row_grads = [leaf.reshape(1, leaf.shape[0] * leaf.shape[1], *leaf.shape[2:]) for leaf in row_grads]
+        return row_grads, [leaf[None] for leaf in outer_grads], sums
 
+    def evaluate(self, rows: Leaves, outer: Leaves, batch: Any, *, over: tuple[str, ...]) -> Sums:
+        """The sums over devices that differ along `over`."""
+        layout = self.layout
+        pieces = cut_batch(batch, layout.batch_dims, num_microbatches=layout.num_microbatches, num_slices=1)
+        cut = self._cut(over_slices(self.loss, 1, ()), pieces, None)
+        placement = self.staging.partition.placement
+        evaluator = Evaluator(
+            work=self._work(cut.parts, "none"),
+            ticks=forward_only(placement, num_microbatches=layout.num_microbatches),
+            objective=cut.objective,
+            skip=self.options.skip,
+            alone=self._alone,
+        )
+        results = evaluator.results(self._by_chunk(rows), outer, cut.pieces)
+        return jax.tree.unflatten(cut.results, results).summed(over)
+
+    def _params(self) -> Any:
+        """The model's own parameters as the loss sees them, abstract."""
+        return jax.eval_shape(lambda tree: cast(tree, self.layout.compute_dtype), self.abstract_params)
+
+    def _by_chunk(self, rows: Leaves) -> Leaves:
+        partition = self.staging.partition
+        return [leaf.reshape(partition.placement.num_chunks, partition.most, *leaf.shape[1:]) for leaf in rows]
+
+    def _cut(self, part: Any, pieces: Any, keys: Any) -> _Cut:
         flat, treedef = jax.tree.flatten((pieces, keys))
         first = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in flat]
-        shape: list[Any] = []
+        held: list[Any] = []
 
         def traced(params: Any, piece: Any) -> Any:
             sums = part(params, *piece, None)
-            shape[:] = [jax.tree.structure(sums)]
+            held[:] = [jax.tree.structure(sums)]
             return sums
 
-        parts = cut(traced, params, jax.tree.unflatten(treedef, first), layer_leaves=self.staging.layer_leaves)
+        piece = jax.tree.unflatten(treedef, first)
+        parts = cut(traced, self._params(), piece, layer_leaves=self.staging.layer_leaves)
         assert parts.stacked == self.staging.parts.stacked, "the loss was cut in another way than when it was bound"
-        chunks = partition.placement.num_chunks
-        rows = [leaf.reshape(chunks, partition.most, *leaf.shape[1:]) for leaf in rows]
-        executor = self._executor(parts, rows, outer, first, shape[0])
-        row_grads, outer_grads, results = executor.gradients(rows, outer, flat, scales_of(total))
-        sums = jax.tree.unflatten(shape[0], results).summed((STAGE, *layout.axes))
-        row_grads = [leaf.reshape(1, chunks * partition.most, *leaf.shape[2:]) for leaf in row_grads]
-        return row_grads, [leaf[None] for leaf in outer_grads], sums
+        return _Cut(parts=parts, pieces=flat, results=held[0])
 
-    def _executor(self, parts: Parts, rows: Leaves, outer: Leaves, piece: Leaves, results: Any) -> Executor:
-        options, partition = self.options, self.staging.partition
-        work = StageWork(parts=parts, partition=partition, policy=options.residuals, skip=options.skip)
+    def _work(self, parts: Parts, policy: str | None = None) -> StageWork:
+        residuals = self.options.residuals if policy is None else parse_policy(policy)
+        return StageWork(parts=parts, partition=self.staging.partition, policy=residuals, skip=self.options.skip)
+
+    @property
+    def _alone(self) -> bool:
+        """Whether the compiler may split messages over axes of its own."""
+        mesh = self.layout.mesh
+        return any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in (STAGE, *DATA_LIKE))
+
+    def _executor(self, cut: _Cut, rows: Leaves, outer: Leaves) -> Executor:
+        work, parts = self._work(cut.parts), cut.parts
         chosen = Chosen(
             rows=self.chosen_rows,
             outer=self.chosen_outer,
             message=tuple(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in parts.message),
         )
-        if options.residuals.kind == "full":
+        if self.options.residuals.kind == "full":
             passes = recomputing(work, chosen)
         else:
-            abstract = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)  # noqa: E731
-            one = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in rows]
+            first = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
+            whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in outer]
             number = jax.ShapeDtypeStruct((), jnp.int32)
-            like = (one, jax.tree.map(abstract, outer), piece, number, list(parts.message))
-            passes = storing(work, chosen, like=like)
-
-        def objective(outer: Leaves, piece: Leaves, message: Leaves) -> Any:
-            num_carry = len(parts.carry)
-            made = parts.post(outer, piece, message[:num_carry], message[num_carry:])
-            sums = jax.tree.unflatten(results, made)
-            return (sums.total, sums.per_microbatch), made
-
-        mesh = self.layout.mesh
-        automatic = [axis for axis in mesh.axis_names if axis not in (STAGE, *DATA_LIKE) and mesh.shape[axis] > 1]
+            like = ([first(leaf) for leaf in rows], whole, [first(leaf) for leaf in cut.pieces], number)
+            passes = storing(work, chosen, like=(*like, list(parts.message)))
         return Executor(
             parts=parts,
             passes=passes,
             lowered=self.staging.lowered,
-            partition=partition,
+            partition=self.staging.partition,
             chosen=chosen,
-            objective=objective,
-            skip=options.skip,
-            alone=bool(automatic),
-            inside=options.inside,
+            objective=cut.objective,
+            skip=self.options.skip,
+            alone=self._alone,
+            inside=self.options.inside,
         )
-

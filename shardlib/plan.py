@@ -227,7 +227,9 @@ class Plan:
         if self.is_pipeline:
             table = self.table()
             chunks = f", {table.placement.num_chunks} chunks" if table.placement.num_chunks > 1 else ""
-            lines.append(f"schedule: {table.name}, {self.num_microbatches} microbatches{chunks}, idle slots: {self.idle}")
+            lines.append(
+                f"schedule: {table.name}, {self.num_microbatches} microbatches{chunks}, idle slots: {self.idle}"
+            )
             lines.append(f"residuals: {self.residuals or 'full'}")
         return tuple(lines)
 

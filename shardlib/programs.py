@@ -62,7 +62,9 @@ def reflatten(program: Program, opens: Callable[[Any], bool]) -> Program:
     return replace(program, equations=tuple(equations), outputs=outputs, constants=constants)
 
 
-def _flat(given_equations: Iterable[Any], names: dict[Any, Any], constants: dict[Any, Any], opens: Any, *, caller: Any) -> Any:
+def _flat(
+    given_equations: Iterable[Any], names: dict[Any, Any], constants: dict[Any, Any], opens: Any, *, caller: Any
+) -> Any:
     """Equations under new names, calls opened; and the names of what they define."""
     equations = []
     for equation in given_equations:
@@ -136,4 +138,3 @@ def equation_flops(equation: Any) -> int:
     if name == "scan":
         return params["length"] * sum(inner)
     return max(inner, default=0) if name == "cond" else sum(inner)
-

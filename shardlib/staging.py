@@ -160,7 +160,7 @@ def check_executable(table: Table) -> None:
 def abstract_part(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any) -> tuple[Any, Any, Any]:
     """The loss of one microbatch of one data shard, with abstract arguments: what `cut` takes."""
     parts = plan.num_batch_shards * plan.num_microbatches
-    rows = {leaf.shape[leaf.axes.index(BATCH)] // parts for leaf in _with_batch(batch_spec)}
+    rows = {leaf.shape[leaf.axes.index(BATCH)] // parts for leaf in batches.with_axis(batch_spec, BATCH)}
     small = batches.resized(batch_spec, batch=max(min(rows), 1)) if rows else batch_spec
     piece = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), batches.abstract(small))
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
@@ -170,16 +170,10 @@ def abstract_part(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any) 
     return lambda params, piece: part(params, *piece, None), params, (piece, key)
 
 
-def _with_batch(batch_spec: Any) -> list[batches.ArraySpec]:
-    return [leaf for leaf in jax.tree.leaves(batch_spec, is_leaf=batches.is_spec) if BATCH in leaf.axes]
-
-
 def place_on_stages(found: Resolution, staging: Staging, mesh: MeshShape) -> Resolution:
     """Specs in which layers are split over stages, and every other parameter is stored in parts over them."""
     entries = [
-        _layers(entry, staging, staging.dims[position], mesh)
-        if position in staging.dims
-        else _spread(entry, mesh)
+        _layers(entry, staging, staging.dims[position], mesh) if position in staging.dims else _spread(entry, mesh)
         for position, entry in enumerate(found.entries)
     ]
     treedef = jax.tree.structure(found.specs, is_leaf=lambda node: isinstance(node, jax.sharding.PartitionSpec))
@@ -218,4 +212,3 @@ def _local(decision: Decision, mesh: MeshShape) -> int:
     for axis in decision.mesh_axes:
         size //= mesh.size(axis)
     return size
-

@@ -21,12 +21,12 @@ from meshes.build import make_mesh, shape_of
 from meshes.errors import ShardingError, raise_collected
 from shardlib import batch_spec as batches
 from shardlib.binding import Bound
-from shardlib.gradients import StepSpecs, gradient_function
+from shardlib.gradients import StepSpecs, gradient_function, staged_evaluation
 from shardlib.objective import Metrics, Sums
 from shardlib.optimizer_specs import abstract_state, optimizer_specs
 from shardlib.place import active, place, shardings, structure_error
 from shardlib.rules import Rules
-from shardlib.separable import NUM_ROWS, check_same, compared, first_rows
+from shardlib.separable import NUM_PARTS, NUM_ROWS, check_same, compared, first_rows
 from shardlib.slices import BATCH, batch_dims
 from shardlib.specs import resolve
 from shardlib.step import TrainState, eval_step, train_step
@@ -189,9 +189,15 @@ class Trainer:
         ):
             return
         rows = first_rows(batch, dims)
-        in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype)
-        compare = compared(self._loss, dims, active=in_force, compute_dtype=plan.compute_dtype)
         replicated = NamedSharding(self.mesh, P())
+        if plan.is_pipeline:
+            small = batches.resized(spec, batch=NUM_ROWS)
+            whole = jax.tree.map(lambda _: replicated, self.batch_shardings)
+            runs = [self._staged_evaluation(small, whole, num_microbatches=parts) for parts in (1, NUM_PARTS)]
+            compare: Any = lambda params, rows: [run(params, rows, None).metrics() for run in runs]  # noqa: E731
+        else:
+            in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype)
+            compare = compared(self._loss, dims, active=in_force, compute_dtype=plan.compute_dtype)
         with jax.set_mesh(self.mesh):
             together, apart = jax.jit(compare, out_shardings=replicated)(params, jax.device_put(rows, replicated))
         check_same(together, apart, compute_dtype=plan.compute_dtype, why=plan.cuts_batch or "")
@@ -236,7 +242,9 @@ class Trainer:
             placed = shardings(resolve(spec, rules, self.mesh).specs, self.mesh)
             plan = self.bound.plan
             in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype)
-            step = eval_step(self._loss, active=in_force, compute_dtype=plan.compute_dtype)
+            step: Any = eval_step(self._loss, active=in_force, compute_dtype=plan.compute_dtype)
+            if plan.is_pipeline:
+                step = self._staged_evaluation(spec, placed)
             jitted = jax.jit(
                 step,
                 in_shardings=(wanted.params, placed, wanted.collections),
@@ -245,6 +253,13 @@ class Trainer:
             state, batch = self.abstract_state, _with_shardings(batches.abstract(spec), placed)
             self._evals[key] = (self._lower(jitted, state.params, batch, state.collections).compile(), placed)
         return self._evals[key]
+
+    def _staged_evaluation(self, spec: Any, placed: Any, *, num_microbatches: int | None = None) -> Any:
+        batch = jax.tree.map(lambda sharding: sharding.spec, placed)
+        specs = replace(self._specs, batch=batch, batch_spec=spec)
+        return staged_evaluation(
+            self._loss, self.bound.plan, mesh=self.mesh, specs=specs, num_microbatches=num_microbatches
+        )
 
     def _spec_for(self, batch: Any) -> Any:
         """The batch spec at the number of rows this batch has."""

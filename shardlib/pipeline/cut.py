@@ -6,7 +6,7 @@ In: a loss of one microbatch and its arguments, arrays or abstract. Out: `Parts`
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,7 @@ from shardlib.tree_paths import leaves_with_paths
 MARKER = "x = layer_boundary(x) before the first layer and after every layer"
 
 
-def cut(
-    loss: Callable[[Any, Any], Any], params: Any, piece: Any, *, layer_leaves: Collection[int] = ()
-) -> Parts:
+def cut(loss: Callable[[Any, Any], Any], params: Any, piece: Any, *, layer_leaves: Collection[int] = ()) -> Parts:
     """Cuts a loss at its layers: markers, else the scan over parameters named "layers", else the only layer scan.
 
     Args:
@@ -67,7 +65,9 @@ class _Candidate:
 
     def described(self, paths: list[str]) -> str:
         shown = ", ".join(paths[leaf] for leaf in self.leaves[:3]) + (", ..." if len(self.leaves) > 3 else "")
-        return f"a scan of {self.scan.length} steps over {shown or 'values made from parameters'}{_at(self.scan.equation)}"
+        return (
+            f"a scan of {self.scan.length} steps over {shown or 'values made from parameters'}{_at(self.scan.equation)}"
+        )
 
 
 def _scan_of(program: Program, paths: list[str], layer_leaves: set[int]) -> Stack:
@@ -114,7 +114,7 @@ def _candidates(program: Program, num_params: int) -> list[_Candidate]:
                 sliced = equation.invars[num_consts + num_carry :]
                 leaves = {s.leaves[0] for var in sliced if var in stacked for s in stacked[var].stacked}
                 found.append(_Candidate(scan=scan, index=index, leaves=tuple(sorted(leaves))))
-        known.update({var: union for var in equation.outvars})
+        known.update(dict.fromkeys(equation.outvars, union))
     return found
 
 

@@ -73,11 +73,12 @@ class Executor:
             The last two are this rank's terms of a sum over `stage`.
         """
         rank = jax.lax.axis_index(STAGE)
-        take = lambda grid: jnp.take(jnp.asarray(grid), rank, axis=1) if grid.ndim == 2 else jnp.asarray(grid)  # noqa: E731
-        grids = {name: take(grid) for name, grid in self.lowered.arrays().items()}
+        grids = by_rank(self.lowered.arrays(), rank)
         stages = jnp.asarray(stages_by_rank(self.partition.placement))[rank]
         tick = _Tick(self, rows, outer, pieces, scales, stages)
-        (_, sums), _ = jax.lax.scan(lambda state, now: tick(state, now), (self._rings(), self._sums(rows, outer, pieces)), grids)
+        (_, sums), _ = jax.lax.scan(
+            lambda state, now: tick(state, now), (self._rings(), self._sums(rows, outer, pieces)), grids
+        )
         return sums["rows"], sums["outer"], sums["results"]
 
     def _rings(self) -> Rings:
@@ -229,36 +230,55 @@ class _Tick:
         return _added(sums, grads)
 
     def _either(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
-        if self.of.skip:
-            return jax.lax.cond(condition, yes, no)
-        return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes(), no())
+        return either(condition, yes, no, skip=self.of.skip)
 
     def _piece(self, microbatch: Any) -> Leaves:
-        index = jnp.maximum(microbatch, 0)
-        return [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in self.pieces]
+        return at_index(self.pieces, microbatch)
 
     def _chunk(self, chunk: Any) -> Leaves:
-        if self.of.partition.placement.num_chunks == 1:
-            return [leaf[0] for leaf in self.rows]
-        index = jnp.maximum(chunk, 0)
-        return [jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False) for leaf in self.rows]
+        return at_index(self.rows, chunk)
 
     def _deliver(self, channel: Channel, value: Leaves, rings: Rings, now: Now) -> Rings:
-        """Sends what some rank has made to who waits for it; a permute runs only in ticks in which one is needed."""
-        of = self.of
-        packing = of.packing(channel.kind)
-        packed = packing.pack(value)
-        if channel.shift:
+        name = self.of.input_ring if channel.kind == "F" else "cotangent"
+        return deliver(channel, self.of.packing(channel.kind), value, rings, now, ring=name)
 
-            def permuted(packed: Leaves) -> Leaves:
-                with jax.named_scope(MESSAGE_SCOPE):
-                    return [jax.lax.ppermute(leaf, STAGE, channel.pairs) for leaf in packed]
 
-            # Every rank takes the same branch: the predicate depends on the tick alone.
-            packed = jax.lax.cond(now[f"send.{channel.name}"] > 0, permuted, lambda packed: packed, packed)
-        name = of.input_ring if channel.kind == "F" else "cotangent"
-        slot = now[f"{name}.write.{channel.name}"]
-        return {**rings, name: write(rings[name], packing.unpack(packed), slot)}
+def by_rank(arrays: dict[str, Any], rank: Any) -> Now:
+    """Grids [ticks, ranks] as this rank's column, [ticks]; what is the same for all ranks as it is."""
+    return {
+        name: jnp.take(jnp.asarray(grid), rank, axis=1) if grid.ndim == 2 else jnp.asarray(grid)
+        for name, grid in arrays.items()
+    }
+
+
+def at_index(leaves: Leaves, index: Any) -> Leaves:
+    """The entry along dim 0 of every array; index -1, of an idle slot, takes the first."""
+    return [
+        leaf[0] if leaf.shape[0] == 1 else jax.lax.dynamic_index_in_dim(leaf, jnp.maximum(index, 0), 0, keepdims=False)
+        for leaf in leaves
+    ]
+
+
+def either(condition: Any, yes: Callable[[], Any], no: Callable[[], Any], *, skip: bool) -> Any:
+    """One of two values: by a branch, or by computing both."""
+    if skip:
+        return jax.lax.cond(condition, yes, no)
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes(), no())
+
+
+def deliver(channel: Channel, packing: Packing, value: Leaves, rings: Rings, now: Now, *, ring: str) -> Rings:
+    """Sends what some rank has made to who waits for it; a permute runs only in ticks in which one is needed."""
+    packed = packing.pack(value)
+    if channel.shift:
+
+        def permuted(packed: Leaves) -> Leaves:
+            with jax.named_scope(MESSAGE_SCOPE):
+                return [jax.lax.ppermute(leaf, STAGE, channel.pairs) for leaf in packed]
+
+        # Every rank takes the same branch: the predicate depends on the tick alone.
+        packed = jax.lax.cond(now[f"send.{channel.name}"] > 0, permuted, lambda packed: packed, packed)
+    slot = now[f"{ring}.write.{channel.name}"]
+    return {**rings, ring: write(rings[ring], packing.unpack(packed), slot)}
 
 
 def _added(sums: Leaves, more: Leaves) -> Leaves:

@@ -1,7 +1,7 @@
 """Which layers run on which virtual stage, and in which order a rank stores them. Imports no JAX.
 
-In: a number of layers, a placement, costs of a layer, of what comes before and after. Out: `Partition`, with the rows of
-stored parameters.
+In: a number of layers, a placement, costs of a layer, of what comes before and after. Out: `Partition`, with the rows
+of stored parameters.
 
     Partition.balanced(7, Placement.loop(4), head=1.3).counts    # (2, 2, 2, 1)
 """

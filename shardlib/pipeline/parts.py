@@ -58,4 +58,3 @@ class Parts:
     def message_bytes(self) -> int:
         """Bytes of one message, at the shapes the loss was traced with."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.message)
-

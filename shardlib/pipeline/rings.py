@@ -1,4 +1,4 @@
-"""Ring buffers and messages of the executor: lists of arrays with slots along dim 0, and one array per dtype on the wire.
+"""Ring buffers and messages of the executor: lists of arrays with slots along dim 0; one array per dtype on the wire.
 
 In: abstract arrays of one value. Out: rings that hold several, and packed messages.
 

@@ -155,9 +155,7 @@ def _canonical(equations: list[Any], carry: list[Any], final: list[Any], leaf_of
             places[var] = ("made", len(made))
             made.append(var)
     text.append(("the carry", tuple(place(atom) for atom in final)))
-    return _Layer(
-        equations=equations, text=text, carry=carry, final=final, params=params, outside=outside, made=made
-    )
+    return _Layer(equations=equations, text=text, carry=carry, final=final, params=params, outside=outside, made=made)
 
 
 def _signature(equation: Any) -> tuple[Any, ...]:

@@ -15,9 +15,9 @@ from jax.extend.core import Literal
 from shardlib.programs import Program, subprogram
 
 # Element by element on arrays of one shape, so that the slice of a layer can be computed from that layer's parameters.
-ELEMENTWISE = frozenset(
-    "abs add convert_element_type copy cos div exp integer_pow log logistic max min mul neg pow reduce_precision rsqrt "
-    "sin sqrt square stop_gradient sub tanh".split()
+ELEMENTWISE = (
+    *("abs", "add", "convert_element_type", "copy", "cos", "div", "exp", "integer_pow", "log", "logistic", "max"),
+    *("min", "mul", "neg", "pow", "reduce_precision", "rsqrt", "sin", "sqrt", "square", "stop_gradient", "sub", "tanh"),
 )
 
 
@@ -130,4 +130,3 @@ def _moved_dim(equation: Any, leaf_of: dict[Any, int]) -> int | None:
     dim = permutation[0]
     rest = [d for d in range(len(permutation)) if d != dim]
     return dim if dim > 0 and permutation[1:] == rest else None
-

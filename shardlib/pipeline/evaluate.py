@@ -1,0 +1,78 @@
+"""Forward passes through the stages: the sums of a loss without gradients.
+
+In: a cut loss and forward-only ticks. Out: the sums of the results over all microbatches.
+
+    evaluator = Evaluator(work=work, ticks=ticks, objective=objective, skip=True, alone=False)
+    results = evaluator.results(rows, outer, pieces)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from shardlib.pipeline.execute import STAGE, Now, Rings, at_index, by_rank, deliver, either
+from shardlib.pipeline.forward_only import ForwardOnly
+from shardlib.pipeline.parts import Leaves
+from shardlib.pipeline.placement import stages_by_rank
+from shardlib.pipeline.rings import Packing, make_ring, read, zeros
+from shardlib.pipeline.stage import StageWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluator:
+    """Forward passes of one cut loss; a static value.
+
+    Args:
+        work: what a stage computes.
+        ticks: which rank does what when.
+        objective: (outer, piece, message) -> (terms, all results); the head and the loss.
+        skip: branch around idle slots; else compute and discard.
+        alone: as for `Packing`.
+    """
+
+    work: StageWork
+    ticks: ForwardOnly
+    objective: Callable[[Leaves, Leaves, Leaves], tuple[Any, Leaves]]
+    skip: bool
+    alone: bool
+
+    def results(self, rows: Leaves, outer: Leaves, pieces: Leaves) -> Leaves:
+        """The sums of the results: this rank's terms of a sum over `stage`.
+
+        Args:
+            rows: parameters of this rank's layers, [chunks, most, ...] each.
+            outer: all other parameters, whole.
+            pieces: microbatches, [num_microbatches, ...] each.
+        """
+        parts, partition = self.work.parts, self.work.partition
+        rank = jax.lax.axis_index(STAGE)
+        stages = jnp.asarray(stages_by_rank(partition.placement))[rank]
+        message, last = parts.message, len(partition.counts) - 1
+        packing = Packing(value=message, alone=self.alone)
+        first = [leaf[0] for leaf in pieces]
+        _, shapes = jax.eval_shape(self.objective, outer, first, list(message))
+
+        def forward(rings: Rings, results: Leaves, now: Now) -> tuple[Leaves, Leaves]:
+            piece, chunk = at_index(pieces, now["F.microbatch"]), now["F.chunk"]
+            stage = stages[chunk]
+            start = lambda: [*parts.pre(outer, piece), *zeros(parts.outputs)]  # noqa: E731
+            arrived = lambda: read(rings["input"], now["input.read.F"])  # noqa: E731
+            made = either(stage == 0, start, arrived, skip=self.skip)
+            made = self.work.forward(at_index(rows, chunk), outer, piece, stage, made)
+            add = lambda: jax.tree.map(jnp.add, results, self.objective(outer, piece, made)[1])  # noqa: E731
+            return made, either(stage == last, add, lambda: results, skip=self.skip)
+
+        def tick(state: tuple[Rings, Leaves], now: Now) -> tuple[tuple[Rings, Leaves], None]:
+            rings, results = state
+            work, idle = lambda: forward(rings, results, now), lambda: (zeros(message), results)
+            sent, results = either(now["F.microbatch"] >= 0, work, idle, skip=self.skip)
+            for channel in self.ticks.channels:
+                rings = deliver(channel, packing, sent, rings, now, ring="input")
+            return (rings, results), None
+
+        start = ({"input": make_ring(message, slots=self.ticks.num_slots)}, zeros(shapes))
+        (_, results), _ = jax.lax.scan(tick, start, by_rank(self.ticks.arrays(), rank))
+        return results
