@@ -88,7 +88,7 @@ def _rows(lookup: _Lookup, table: jax.Array, ids: jax.Array) -> jax.Array:
         local, is_here = _local(shards, ids, table.shape[0])
         table = _rows_together(table)
         rows = jnp.where(is_here[..., None], jnp.take(table, jnp.where(is_here, local, 0), axis=0, mode="clip"), 0)
-        if shards.num == 1:
+        if not shards.vocab:
             return rows
         return shards.total(rows.astype(lookup.reduce_dtype)).astype(table.dtype)
 

@@ -28,11 +28,11 @@ LENGTH_AXES: Final = ("context",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """The axes a vocabulary-parallel computation runs over, all of size above 1; one static leaf.
+    """The axes a vocabulary-parallel computation runs over; one static leaf.
 
     Args:
         mesh: where `opened` live; None when nothing is opened.
-        sizes: (axis, size) of each of `vocab`, major first.
+        sizes: (axis, size) of each of `vocab`.
         vocab: axes that split the vocabulary, major first; all manual inside the body.
         batch, length: automatic axes that split the dims of tokens; opened, so that the gradient of a parameter is
             added up over them once, after the loop over chunks, and no gather meets an automatic axis.
@@ -125,7 +125,7 @@ def find_shards(
             (`jax.sharding.get_abstract_mesh()`). No mesh: nothing is split.
 
     Returns:
-        Axes that the mesh does not have, or of size 1, split nothing and are left out.
+        Axes that the mesh does not have, and automatic ones of size 1, split nothing and are left out.
 
     Raises:
         ShardingError: an axis that the mesh lacks and that no plan uses; an Explicit axis; a manual axis after an
@@ -140,9 +140,10 @@ def find_shards(
     token_axes = [axis for axis in (*batch_axes, *length_axes) if axis not in axes]
     _check_axes(mesh, axes, token_axes)
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    split = {axis for axis, size in mesh.shape.items() if size > 1}
-    automatic = {axis for axis in split if types[axis] != AxisType.Manual}
-    vocab = tuple(axis for axis in axes if axis in split)
+    manual = {axis for axis in types if types[axis] == AxisType.Manual}
+    automatic = {axis for axis, size in mesh.shape.items() if size > 1 and axis not in manual}
+    # In a checked region an array varies over a manual axis of size 1 too, until it is added up over it.
+    vocab = tuple(axis for axis in axes if axis in automatic or axis in manual)
     batch = tuple(axis for axis in batch_axes if axis in automatic and axis not in axes)
     length = tuple(axis for axis in length_axes if axis in automatic and axis not in axes)
     opened = (*(axis for axis in vocab if axis in automatic), *batch, *length)

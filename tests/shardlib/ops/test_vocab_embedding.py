@@ -38,7 +38,13 @@ WANTED = with_gradient(lambda table, ids: table[ids], TABLE, IDS)
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("mesh", "vocab"),
-    [("tensor=1", 19), ("tensor=2", None), ("data=2,tensor=4", 19), ("tensor=8", 19), ("data=2,tensor=2,context=2", None)],
+    [
+        ("tensor=1", 19),
+        ("tensor=2", None),
+        ("data=2,tensor=4", 19),
+        ("tensor=8", 19),
+        ("data=2,tensor=2,context=2", None),
+    ],
 )
 def test_rows_and_gradients_of_one_device(mesh, vocab):
     lookup = functools.partial(embed_tokens, vocab=vocab, mesh=make_mesh(mesh))
