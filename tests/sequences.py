@@ -12,7 +12,7 @@ from shardlib.ops.context_attention import context_attention
 from shardlib.ops.context_layout import inverse, order
 
 # Compiles the many small kernels of these programs in half the time; what they compute and send is the same.
-QUICK = {"xla_cpu_use_fusion_emitters": False}
+QUICK: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 32, 8, 4
 KV_HEADS = {"MHA": 8, "GQA": 2, "MQA": 1}

@@ -8,7 +8,7 @@ In: the arrays one shard holds. Out: queries and keys in the layout of `online_s
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +127,12 @@ def prepare(
         columns=Labels(positions=columns, segment_ids=None if segments is None else _gathered(segments, shards)),
         mask=mask,
     )
+
+
+def cotangents(arguments: Arguments, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+    """The arguments' cotangents, in their dtypes, from wide ones of their arrays; labels have none."""
+    found = (x.astype(of.dtype) for x, of in zip((query, key, value), arguments, strict=False))
+    return Arguments(*found, rows=None, columns=None, mask=None)  # pyright: ignore[reportArgumentType]
 
 
 def merged_heads(out: jax.Array) -> jax.Array:

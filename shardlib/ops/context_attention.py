@@ -55,7 +55,8 @@ def context_attention(
     """Attention with the sequence over `axis`, the batch over `batch_axes` and the heads over `head_axes`.
 
     Inside a region that is manual over some of these axes already (a pipeline's, over stage and data), the arrays
-    are local in them, and only the others are made manual here.
+    are local in them, and only the others are made manual here. Under a condition that differs between devices of
+    such an axis use "all_to_all" or "gather": the permutes of a ring would wait there for devices that never come.
 
     Args:
         query: [batch, length, heads, head_dim], in the order of the placement.
@@ -79,15 +80,12 @@ def context_attention(
     mesh = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
     _check(mesh, kind=kind, axes=axes, others=(*batch_axes, *head_axes))
-    sizes, manual = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), set(mesh.manual_axes)
     # Axes that are manual around us have divided the arrays already.
-    free = lambda names: tuple(name for name in names if name not in manual)  # noqa: E731
-    batch, heads, length = free(batch_axes), free(head_axes), free(axes)
-    over = {
-        name: math.prod(sizes[each] for each in names) for name, names in (("b", batch), ("h", heads), ("l", length))
-    }
-    _check_sizes(query, key, batch=over["b"], heads=over["h"], length=over["l"], axes=axes, placement=placement)
-    repeats = copies_of_kv_heads(key.shape[2], shards=over["h"])
+    batch, heads, length = (
+        tuple(name for name in names if name not in mesh.manual_axes) for names in (batch_axes, head_axes, axes)
+    )
+    _check_sizes(query, key, mesh=mesh, batch=batch, heads=heads, length=length, placement=placement)
+    repeats = copies_of_kv_heads(key.shape[2], shards=_size(mesh, heads))
     if repeats > 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
     body = functools.partial(
@@ -98,25 +96,34 @@ def context_attention(
         window=window,
         largest_tile=largest_tile,
     )
-    labels = {"mask": mask, "segment_ids": segment_ids, "positions": positions}
-    named = {"mask": (batch, heads, length, ()), "segment_ids": (batch, length), "positions": (batch, length)}
-    labels = {name: x for name, x in labels.items() if x is not None}
-    specs = {name: _spec(x, named[name]) for name, x in labels.items()}
+    labels = {
+        "mask": (mask, (batch, heads, length, ())),
+        "segment_ids": (segment_ids, (batch, length)),
+        "positions": (positions, (batch, length)),
+    }
+    given = {name: (x, _spec(x, dims)) for name, (x, dims) in labels.items() if x is not None}
     whole = P(batch or None, length or None, heads or None, None)
-    if not (batch or heads or length):
-        return body(query, key, value, **labels)
-    region = jax.shard_map(
-        lambda query, key, value, labels: body(query, key, value, **labels),
-        mesh=mesh,
-        in_specs=(whole, whole, whole, specs),
-        out_specs=whole,
-        axis_names={*batch, *heads, *length},
-        check_vma=False,
-    )
-    operands = (query, key, value, labels)
+    specs = (whole, whole, whole, {name: spec for name, (_, spec) in given.items()})
+    operands = (query, key, value, {name: x for name, (x, _) in given.items()})
+    return _manual(body, operands, mesh=mesh, specs=specs, axes={*batch, *heads, *length})
+
+
+def _manual(body: Callable[..., jax.Array], operands: Any, *, mesh: Any, specs: Any, axes: set[str]) -> jax.Array:
+    """The body of the operands (the last one its options) in a region manual over the axes."""
+
+    def local(query, key, value, options):
+        return body(query, key, value, **options)
+
+    if not axes:
+        return local(*operands)
     if AxisType.Explicit in mesh.axis_types:
-        operands = jax.tree.map(jax.sharding.reshard, operands, (whole, whole, whole, specs))
+        operands = jax.tree.map(jax.sharding.reshard, operands, specs)
+    region = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], axis_names=axes, check_vma=False)
     return region(*operands)
+
+
+def _size(mesh: Mesh | AbstractMesh, axes: tuple[str, ...]) -> int:
+    return math.prod(mesh.shape[name] for name in axes)
 
 
 def _spec(x: jax.Array, dims: tuple[tuple[str, ...], ...]) -> P:
@@ -144,20 +151,21 @@ def _check(mesh: Mesh | AbstractMesh, *, kind: str, axes: tuple[str, ...], other
             )
 
 
-def _check_sizes(query, key, *, batch: int, heads: int, length: int, axes: tuple[str, ...], placement: str) -> None:
-    if query.shape[0] % batch:
+def _check_sizes(query, key, *, mesh, batch, heads, length, placement: str) -> None:
+    rows, tokens, query_heads, _ = query.shape
+    if rows % _size(mesh, batch):
         raise ShardingError(
-            f"batch {query.shape[0]} does not divide over {batch} shards", fix="pad or resize the batch"
+            f"batch {rows} does not divide over {_size(mesh, batch)} shards", fix="pad or resize the batch"
         )
-    if query.shape[2] % heads or query.shape[2] % key.shape[2]:
+    if query_heads % _size(mesh, heads) or query_heads % key.shape[2]:
         raise ShardingError(
-            f"{query.shape[2]} query heads, {key.shape[2]} KV heads: query heads must be a multiple of the KV heads "
-            f"and divide over {heads} shards of heads",
+            f"{query_heads} query heads, {key.shape[2]} KV heads: query heads must be a multiple of the KV heads "
+            f"and divide over {_size(mesh, heads)} shards of heads",
             fix="leave head_axes out, or use a tensor axis that divides the heads",
         )
-    if query.shape[1] % length:
-        chunks = length * (2 if placement == "zigzag" else 1)
+    if tokens % _size(mesh, length):
+        chunks = _size(mesh, length) * (2 if placement == "zigzag" else 1)
         raise ShardingError(
-            f"length {query.shape[1]} is not divisible by {'x'.join(axes)}={length}",
-            fix=f"pad the sequence to length {-(-query.shape[1] // chunks) * chunks} and mask the padding",
+            f"length {tokens} is not divisible by {'x'.join(length)}={_size(mesh, length)}",
+            fix=f"pad the sequence to length {-(-tokens // chunks) * chunks} and mask the padding",
         )

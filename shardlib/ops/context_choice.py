@@ -75,11 +75,13 @@ def choose(
     window: int | None = None,
     dtype_bytes: int = 2,
     flops_per_byte: float = FLOPS_PER_BYTE,
+    in_branch: bool = False,
 ) -> Choice:
     """Compares ring, all-to-all and all-gather attention for one layer.
 
     A ring's transfers run beside its computation, the others' do not. All-gather always sends less than an exposed
-    ring, at the memory of all keys and values: it is refused where they take more than the device's own queries.
+    ring, at the memory of all keys and values: it is refused where they take more than the device's own queries and
+    results, unless nothing else fits.
 
     Args:
         length: of the whole sequence.
@@ -89,6 +91,8 @@ def choose(
         causal, window: the mask.
         dtype_bytes: of an element of keys and values.
         flops_per_byte: of the chip: FLOP/s of the products over bytes/s to a neighbour.
+        in_branch: it runs under a condition that differs between devices of other axes, as in a pipeline that skips
+            idle work. A permute waits there for devices that never come (seen: XLA's CPU backend aborts).
 
     Raises:
         ShardingError: no kind fits; each with what is wrong and the fix.
@@ -112,10 +116,18 @@ def choose(
     # Two products forward and five backward, two operations for each score and element of a head.
     hideable = 14 * scores * local * head_dim / flops_per_byte
     candidates = [
-        _ring(placement=placement, hops=len(shifts) - 1, hideable=hideable, kv_heads=local_kv, **sizes),
+        _ring(
+            placement=placement,
+            hops=len(shifts) - 1,
+            hideable=hideable,
+            in_branch=in_branch,
+            kv_heads=local_kv,
+            **sizes,
+        ),
         _all_to_all(heads=local, kv_heads=local_kv, **sizes),
-        _gather(placement=placement, heads=local, kv_heads=local_kv, **sizes),
     ]
+    alone = all(candidate.refused for candidate in candidates)
+    candidates.append(_gather(placement=placement, heads=local, alone=alone, kv_heads=local_kv, **sizes))
     candidates.sort(key=lambda candidate: (candidate.refused is not None, candidate.exposed_bytes))
     best = candidates[0]
     return Choice(
@@ -161,7 +173,7 @@ def gather_sent(*, context: int, length: int, batch: int, kv_heads: int, head_di
     return forward, forward * GRADIENT_BYTES / dtype_bytes
 
 
-def _ring(*, placement: str, hops: int, hideable: float, context: int, **sizes: int) -> Candidate:
+def _ring(*, placement: str, hops: int, hideable: float, in_branch: bool, context: int, **sizes: int) -> Candidate:
     forward, backward = ring_sent(hops=hops, context=context, **sizes)
     return Candidate(
         kind="ring",
@@ -170,7 +182,7 @@ def _ring(*, placement: str, hops: int, hideable: float, context: int, **sizes: 
         backward_bytes=backward,
         hidden_bytes=min(hideable, forward + backward),
         memory_bytes=2 * kv_bytes(**sizes) / context,
-        refused=None,
+        refused="a permute under a condition that differs between devices deadlocks" if in_branch else None,
     )
 
 
@@ -188,10 +200,10 @@ def _all_to_all(*, heads: int, kv_heads: int, context: int, **sizes: int) -> Can
     )
 
 
-def _gather(*, placement: str, heads: int, kv_heads: int, context: int, **sizes: int) -> Candidate:
+def _gather(*, placement: str, heads: int, alone: bool, kv_heads: int, context: int, **sizes: int) -> Candidate:
     forward, backward = gather_sent(kv_heads=kv_heads, context=context, **sizes)
     refused = None
-    if kv_heads * context > heads:
+    if kv_heads * context > heads and not alone:
         refused = f"all keys and values are {kv_heads * context / heads:.3g} times a device's queries and results"
     return Candidate(
         kind="gather",

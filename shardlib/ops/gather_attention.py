@@ -14,7 +14,7 @@ import jax
 
 from shardlib.ops import online_softmax
 from shardlib.ops.attention_mask import Rule
-from shardlib.ops.context_arguments import Arguments, Shards, merged_heads, prepare
+from shardlib.ops.context_arguments import Arguments, Shards, cotangents, merged_heads, prepare
 from shardlib.ops.ring_attention import LARGEST_TILE
 
 
@@ -85,8 +85,7 @@ def _backward(gather: _Gather, residuals: Any, out: jax.Array):
         **gather.options(arguments, arguments.key.shape[2]),
     )
     key, value = (jax.lax.psum_scatter(x, gather.axis, scatter_dimension=2, tiled=True) for x in (sums.key, sums.value))
-    cotangents = (x.astype(of.dtype) for x, of in zip((sums.query, key, value), operands, strict=True))
-    return (Arguments(*cotangents, rows=None, columns=None, mask=None),)  # pyright: ignore[reportArgumentType]
+    return (cotangents(arguments, sums.query, key, value),)
 
 
 _attend.defvjp(_forward, _backward)

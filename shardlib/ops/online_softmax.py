@@ -133,13 +133,12 @@ def gradients(
         seen = tile_of(view, row=row, column=column, rows=rows, columns=columns)
         operands = (_tile(query, row, rows, axis=3), *(_tile(x, column, columns, axis=2) for x in (key, value)))
         known = jax.tree.map(lambda x: _tile(x, row, rows, axis=3), cotangent)
-        starts = Gradients(query=(row, 3), key=(column, 2), value=(column, 2))
-        sizes = Gradients(query=rows, key=columns, value=columns)
-        part = Gradients(*(_tile(x, at, size, axis=axis) for x, (at, axis), size in zip(sums, starts, sizes)))
+        places = ((row, rows, 3), (column, columns, 2), (column, columns, 2))
+        part = Gradients(*(_tile(x, at, size, axis=axis) for x, (at, size, axis) in zip(sums, places)))
         part = _unless_empty(
             rule, seen, lambda part: tile_gradients(part, *operands, cotangent=known, view=seen, rule=rule), part
         )
-        return Gradients(*(_written(x, new, at, axis=axis) for x, new, (at, axis) in zip(sums, part, starts)))
+        return Gradients(*(_written(x, new, at, axis=axis) for x, new, (at, _, axis) in zip(sums, part, places)))
 
     return _repeated(query.shape[3] // rows * across, step, sums)
 

@@ -14,7 +14,7 @@ import jax
 
 from shardlib.ops import online_softmax
 from shardlib.ops.attention_mask import Rule
-from shardlib.ops.context_arguments import Arguments, Shards, merged_heads, prepare
+from shardlib.ops.context_arguments import Arguments, Shards, cotangents, merged_heads, prepare
 from shardlib.ops.context_layout import needed_shifts
 
 LARGEST_TILE = 512
@@ -112,7 +112,7 @@ def _forward(ring: _Ring, arguments: Arguments):
     state = online_softmax.start(query, value_dim=arguments.value.shape[-1])
     shifts = ring.shifts(query.shape[3])
     for shift, following in zip(shifts, (*shifts[1:], None)):
-        arriving = None if following is None else ring.sent(held, following - shift)
+        arriving: Any = None if following is None else ring.sent(held, following - shift)
         state = online_softmax.attend(state, query, *held, **ring.options(arguments, shift))
         held = arriving
     result, log_weight = online_softmax.finish(state)
@@ -122,14 +122,15 @@ def _forward(ring: _Ring, arguments: Arguments):
 
 def _backward(ring: _Ring, residuals: Any, out: jax.Array):
     arguments, result, log_weight = residuals
-    query, own = arguments.query, (arguments.key, arguments.value)
+    # The barrier, and the other way around the ring: else a compiler that sees both passes at once sends blocks only
+    # once and keeps all of them in between. Where barriers do not hold (CPU), a ring of two is still merged.
+    query, own, out = jax.lax.optimization_barrier((arguments.query, (arguments.key, arguments.value), out))
     cotangent = online_softmax.cotangent_of(out, result, log_weight)
-    shifts = ring.shifts(query.shape[3])
+    first, *others = ring.shifts(query.shape[3])
+    shifts = (first, *reversed(others))
     held, travelling, home = own, None, online_softmax.no_gradients(query, *own)
     for number, shift in enumerate(shifts):
-        arriving = None
-        if number + 1 < len(shifts):
-            arriving = ring.sent(held, shifts[number + 1] - shift)
+        arriving: Any = ring.sent(held, shifts[number + 1] - shift) if number + 1 < len(shifts) else None
         # The own block's gradients wait at home; those of the others follow their block, one step behind it, so that
         # this transfer too runs beside the computation.
         block = online_softmax.no_gradients(query, *held)._replace(query=home.query)
@@ -147,8 +148,7 @@ def _backward(ring: _Ring, residuals: Any, out: jax.Array):
     if travelling is not None:
         returned = ring.sent(travelling, -shifts[-1])
         home = home._replace(key=home.key + returned[0], value=home.value + returned[1])
-    cotangents = (x.astype(of.dtype) for x, of in zip(home, (query, *own), strict=True))
-    return (Arguments(*cotangents, rows=None, columns=None, mask=None),)  # pyright: ignore[reportArgumentType]
+    return (cotangents(arguments, *home),)
 
 
 _attend.defvjp(_forward, _backward)

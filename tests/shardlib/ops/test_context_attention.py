@@ -140,6 +140,27 @@ def test_inside_a_manual_region_with_remat_and_scan():
     assert_trees_equal(run(region, query, key, value), truth, "nested")
 
 
+@pytest.mark.parametrize("kind", ["all_to_all", "gather"])
+def test_under_a_condition_that_differs_between_stages(kind):
+    """Only the first of two stages computes; the collectives of these kinds need the devices of their own group."""
+    mesh = make_mesh("stage=2,data=2,context=2")
+    attend = functools.partial(context_attention, kind=kind, axis="context", causal=True, batch_axes=("data",))
+
+    def local(*operands):
+        def loss(*operands):
+            first = jax.lax.axis_index("stage") == 0
+            return jax.lax.cond(first, lambda: (attend(*operands) ** 2).sum(), lambda: jnp.float32(0))
+
+        return jax.tree.map(lambda x: x[None], jax.grad(loss, argnums=(0, 1, 2))(*operands))
+
+    region = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P("stage"), axis_names={"stage"}, check_vma=False)
+    operands = arrays(2)[:3]
+    truth = run(jax.grad(lambda *x: (one_device(*x, causal=True) ** 2).sum(), argnums=(0, 1, 2)), *operands)
+    found = run(region, *operands)
+    assert_trees_equal(jax.tree.map(lambda x: np.asarray(x[0]), found), truth, kind)
+    assert not any(np.asarray(x[1]).any() for x in found)
+
+
 def test_a_body_beside_an_automatic_tensor_axis():
     mesh = make_mesh("context=2,tensor=4")
     heads = NamedSharding(mesh, P(None, "context", "tensor"))
