@@ -35,6 +35,7 @@ from shardlib.propose import is_bare
 from shardlib.spec_axes import is_spec
 from shardlib.specs import Entry, Resolution, array_leaves, entry_of, notices_of, resolve
 from shardlib.staging import Staging, place_on_stages, stage_model
+from shardlib.staging_facts import staging_facts
 from shardlib.strategies import default_rules
 from shardlib.tree_paths import leaves_with_paths
 from shardlib.zero import zero_specs
@@ -95,6 +96,7 @@ class Bound:
         state_like, zero_notices = self.state_specs()
         names = [entry.names for entry in self.params.entries]
         state = resolve_state(optimizer, self.stored_params, state_like, mesh=self.plan.mesh, names=names)
+        facts = None if self.staging is None else staging_facts(self.staging, self.plan, self.abstract_params)
         return Explanation(
             mesh=self.plan.mesh,
             parameters=self.params.entries,
@@ -104,7 +106,8 @@ class Bound:
             optimizer=state.entries,
             choices=self.plan.choices,
             promises=self.promised(),
-            notices=(*self.notices, *zero_notices, *state.notices),
+            notices=(*self.notices, *zero_notices, *state.notices, *(facts.notices if facts else ())),
+            pipeline=facts,
         )
 
     def promised(self, trainable: Any = None) -> tuple[PromisedCollective, ...]:

@@ -7,6 +7,7 @@ In: entries with reasons. Out: `Explanation`, printable anywhere.
 
 import html
 import math
+import posixpath
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from shardlib.cost.promises import PromisedCollective
 from shardlib.optimizer_specs import StateEntry
 from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, itemsize
+from shardlib.staging_facts import Balance, StageFacts, StagingFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,7 @@ class Explanation:
         choices: what the plan decided where it had a choice.
         promises: what one train step will move between devices.
         notices: what is legal and still worth saying.
+        pipeline: how the layers are staged; None without a stage axis.
     """
 
     mesh: MeshShape
@@ -51,11 +54,13 @@ class Explanation:
     choices: tuple[str, ...]
     promises: tuple[PromisedCollective, ...]
     notices: tuple[str, ...]
+    pipeline: StagingFacts | None = None
 
     @property
     def num_parameters(self) -> int:
-        """Number of scalar parameters of the whole model."""
-        return sum(math.prod(entry.shape) for entry in self.parameters)
+        """Number of scalar parameters of the whole model, whatever the mesh: padding is not counted."""
+        padding = 0 if self.pipeline is None else self.pipeline.padded_parameters
+        return sum(math.prod(entry.shape) for entry in self.parameters) - padding
 
     @property
     def totals(self) -> dict[str, Bytes]:
@@ -88,6 +93,7 @@ class Explanation:
             "choices": list(self.choices),
             "promises": [promise_json(promise) for promise in self.promises],
             "notices": list(self.notices),
+            "pipeline": None if self.pipeline is None else self.pipeline.to_json(),
         }
 
     def _repr_html_(self) -> str:
@@ -114,6 +120,10 @@ class Explanation:
         if self.promises:
             lines.append("moved in one step:")
             lines += [f"  {promise_text(promise)}" for promise in self.promises]
+        if self.pipeline is not None:
+            lines.append("pipeline:")
+            lines += [f"  {name}: {value}" for name, value in pipeline_rows(self.pipeline)]
+            lines += [f"  {stage_text(rank, stage)}" for rank, stage in enumerate(self.pipeline.stages)]
         lines += [*self.choices, *(f"notice: {notice}" for notice in self.notices)]
         return "\n".join(lines)
 
@@ -172,6 +182,113 @@ def promise_text(promise: PromisedCollective) -> str:
     return f"{promise.axis}: {often}{promise.kind} of {promise.what}, {about}{size} per device{where}"
 
 
+def pipeline_rows(facts: StagingFacts) -> list[tuple[str, str]]:
+    """What was cut, what travels and who waits how long: a name and a sentence each."""
+    kinds, (below, shown) = len(facts.layer_parameters), _listed(facts.layer_parameters)
+    rows = [
+        ("cut at", facts.where),
+        ("layers", f"{facts.num_layers}, with {kinds} parameters each{below}: {shown}"),
+        (
+            "other parameters",
+            f"{facts.other_parameters:,} scalars, stored in parts over the stages; every stage gathers them once per "
+            "step",
+        ),
+        ("message", f"{' + '.join(facts.message)}, {bytes_text(facts.message_bytes)} per microbatch"),
+        ("side inputs", side_text(facts)),
+        ("work", work_text(facts)),
+        ("balance", balance_text(facts)),
+        ("memory", memory_text(facts)),
+        ("ticks", ticks_text(facts)),
+        (
+            "messages",
+            f"{facts.num_permutes} permutes in one step, {bytes_text(facts.message_bytes_per_device)} sent by the "
+            "busiest device",
+        ),
+    ]
+    if facts.padded_rows:
+        padding = (
+            f"{facts.padded_rows} of {facts.num_rows} stored rows of every layer parameter stand for no layer; they "
+            "stay zero and do not count as parameters"
+        )
+        rows.append(("padding", padding))
+    return rows
+
+
+def _listed(paths: Sequence[str]) -> tuple[str, str]:
+    """What paths have in common, in words, and the first few of them without it."""
+    folder = posixpath.commonpath([posixpath.dirname(path) for path in paths]) if paths else ""
+    start = f"{folder}/" if folder else ""
+    shown = ", ".join(path.removeprefix(start) for path in paths[:6]) + (", ..." if len(paths) > 6 else "")
+    return (f" under {start}" if start else ""), shown
+
+
+def memory_text(facts: StagingFacts) -> str:
+    """`a stage keeps at most 7 microbatches for their backward pass: its inputs, 448.0 KiB on every device`."""
+    text = f"a stage keeps at most {facts.ring_slots} microbatches for their backward pass"
+    if facts.ring_bytes is None:
+        return f"{text}: what residuals={facts.residuals} stores of each"
+    return f"{text}: their inputs, {bytes_text(facts.ring_bytes)} on every device"
+
+
+def ticks_text(facts: StagingFacts) -> str:
+    """`14; stages are idle 31.8% of a step`."""
+    text = f"{facts.num_ticks}; stages are idle {facts.bubble_fraction:.1%} of a step"
+    if math.isclose(facts.bubble_fraction, facts.free_bubble_fraction, abs_tol=5e-4):
+        return text
+    return f"{text}, where {facts.free_bubble_fraction:.1%} would be if none waited for another's tick to end"
+
+
+def side_text(facts: StagingFacts) -> str:
+    """`2 read by every layer, 1 with a slice per layer; every stage makes them again, without matrix products`."""
+    kinds = []
+    if facts.shared_inputs:
+        kinds.append(f"{facts.shared_inputs} read by every layer")
+    if facts.sliced_inputs:
+        kinds.append(f"{facts.sliced_inputs} with a slice per layer")
+    if not kinds:
+        return "none"
+    cost = f"with matrix products of {facts.side_flops:,} FLOPs" if facts.side_flops else "without matrix products"
+    return f"{', '.join(kinds)}; every stage makes them again, {cost}"
+
+
+def work_text(facts: StagingFacts) -> str:
+    """`a layer is 50.3 MFLOP forward per microbatch; before the layers 0.0 layers, after them 0.2`."""
+    if not facts.layer_flops:
+        return "the layers have no matrix products: they count alike, and nothing else counts"
+    return (
+        f"a layer is {flops_text(facts.layer_flops)} of matrix products forward per microbatch; what comes before "
+        f"the layers costs {facts.embedding:.2f} layers, what comes after them {facts.head:.2f}"
+    )
+
+
+def balance_text(facts: StagingFacts) -> str:
+    """`even: largest load 1.19 of the mean; balance=cost would make it 1.05 with layers 3 3 3 1`."""
+    chunks = len(facts.stages) * facts.num_chunks
+    uneven = facts.balance == "even" and facts.num_layers % chunks
+    kind = f"by cost, as {facts.num_layers} layers do not divide over {chunks} stages" if uneven else facts.balance
+    text = f"{kind}: largest load {facts.chosen.max_over_mean:.2f} of the mean"
+    if facts.by_cost == facts.chosen:
+        return f"{text}, the least there can be"
+    return f"{text}; balance=cost makes it {_balance_of(facts.by_cost)}"
+
+
+def _balance_of(balance: Balance) -> str:
+    return f"{balance.max_over_mean:.2f}, with {' '.join(map(str, balance.layers))} layers"
+
+
+def layers_text(stage: StageFacts) -> str:
+    """`0-2, 12-14`: a rank's layers, chunk by chunk."""
+    return ", ".join(f"{start}" if stop == start + 1 else f"{start}-{stop - 1}" for start, stop in stage.layers)
+
+
+def stage_text(rank: int, stage: StageFacts) -> str:
+    """`stage 0: layers 0-2, load 3.00 layers, 594,432 parameters of layers, at most 7 microbatches live`."""
+    return (
+        f"stage {rank}: layers {layers_text(stage)}, load {stage.load:.2f} layers, {stage.layer_parameters:,} "
+        f"parameters of layers, at most {stage.live_microbatches} microbatches live"
+    )
+
+
 def spec_text(entry: Entry) -> str:
     """`(fsdp, tensor, -)`: mesh axes per dim."""
     return "(" + ", ".join("+".join(decision.mesh_axes) or "-" for decision in entry.decisions) + ")"
@@ -192,3 +309,12 @@ def bytes_text(size: float) -> str:
             return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:,.1f} TiB"
+
+
+def flops_text(flops: float) -> str:
+    """`1.5 GFLOP`, in units of 1000."""
+    for unit in ("FLOP", "kFLOP", "MFLOP", "GFLOP"):
+        if flops < 1000:
+            return f"{flops:.0f} FLOP" if unit == "FLOP" else f"{flops:.1f} {unit}"
+        flops /= 1000
+    return f"{flops:,.1f} TFLOP"

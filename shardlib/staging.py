@@ -48,6 +48,7 @@ class Staging:
         lowered: the schedule in ticks.
         layer_leaves: positions of the parameters that carry the logical axis "layers".
         paths: of the parameters.
+        num_side_inputs: values that layers read beside the carry: those that all share, those with a slice per layer.
     """
 
     parts: Parts
@@ -55,6 +56,7 @@ class Staging:
     lowered: Lowered
     layer_leaves: tuple[int, ...]
     paths: tuple[str, ...]
+    num_side_inputs: tuple[int, int] = (0, 0)
 
     @property
     def dims(self) -> dict[int, int]:
@@ -117,7 +119,10 @@ def stage_model(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, la
     """
     table = plan.table()
     check_executable(table)
-    parts = cut(*abstract_part(loss, plan, params, batch_spec), layer_leaves=layer_leaves)
+    part, params, piece = abstract_part(loss, plan, params, batch_spec)
+    parts = cut(part, params, piece, layer_leaves=layer_leaves)
+    leaves = jax.tree.leaves(params)
+    shared, sliced = jax.eval_shape(parts.side, [leaves[leaf] for leaf in parts.outer], jax.tree.leaves(piece))
     partition = partition_of(parts, plan, table)
     return Staging(
         parts=parts,
@@ -125,6 +130,7 @@ def stage_model(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, la
         lowered=lower(table, costs_of(parts, partition), idle=plan.idle, form="fused"),
         layer_leaves=layer_leaves,
         paths=tuple(path for path, _ in leaves_with_paths(params)),
+        num_side_inputs=(len(shared), len(sliced)),
     )
 
 

@@ -7,13 +7,18 @@ import typer
 from shardlib.cli.options import Batch, Json, JsonSchema, Length, Model, Optimizer, RulesFile
 from shardlib.cli.output import note, print_json, stdout_for_results
 from shardlib.cli.plan_options import (
+    Balance,
+    Chunks,
     Dtype,
+    Idle,
     Lowering,
     Mesh,
     Microbatches,
     PlanFile,
     RandomSlices,
     Remat,
+    Residuals,
+    Schedule,
     Zero,
     plan_changes,
 )
@@ -34,6 +39,11 @@ def explain(
     dtype: Dtype = None,
     lowering: Lowering = None,
     random_slices: RandomSlices = None,
+    schedule: Schedule = None,
+    chunks: Chunks = None,
+    residuals: Residuals = None,
+    idle: Idle = None,
+    balance: Balance = None,
     json: Json = False,
     json_schema: JsonSchema = False,
 ) -> None:
@@ -42,16 +52,36 @@ def explain(
     A model without annotations gets a rules file proposed instead.
     """
     # Imported here, not above: `shardlib --help` must not wait for JAX.
-    from shardlib.cli.inputs import bind_model, explained, optimizer_from, parameters_of, plan_from, sized
+    from shardlib.cli.inputs import (
+        bind_model,
+        changes_per_mesh,
+        explained,
+        optimizer_from,
+        parameters_of,
+        plan_from,
+        sized,
+    )
+    from shardlib.cli.microbatches import with_microbatches
     from shardlib.cli.model import load
     from shardlib.propose import is_bare, propose
     from shardlib.report.explained import print_comparison, print_explanation
 
     changes = plan_changes(
-        microbatches=microbatches, zero=zero, remat=remat, dtype=dtype, lowering=lowering, random_slices=random_slices
+        microbatches=microbatches,
+        zero=zero,
+        remat=remat,
+        dtype=dtype,
+        lowering=lowering,
+        random_slices=random_slices,
+        schedule=schedule,
+        chunks=chunks,
+        residuals=residuals,
+        idle=idle,
+        balance=balance,
     )
     meshes = [mesh] if versus is None else [mesh, versus]
-    plans = [plan_from(text, file=plan, rules=rules, changes=changes) for text in meshes]
+    sides = changes_per_mesh(changes, meshes)
+    plans = [plan_from(text, file=plan, rules=rules, changes=own) for text, own in zip(meshes, sides, strict=True)]
     chosen_optimizer = optimizer_from(optimizer, 1e-3)
     loaded = load(model)
     spec = sized(loaded, batch=batch, length=length)
@@ -61,6 +91,8 @@ def explain(
         note(f"{model} has no logical axes. Save these patterns, correct them, and pass them with --rules FILE:")
         print_json({"proposal": text}) if json else typer.echo(text, nl=False)
         return
+    if "num_microbatches" not in changes and plan is None:
+        plans = [with_microbatches(one, spec) for one in plans]
     with stdout_for_results():
         found = [
             explained(bind_model(loaded, plan=one, batch_spec=spec), chosen_optimizer, name=optimizer) for one in plans

@@ -8,6 +8,7 @@ In: option text. Out: values of the library, or one error that names the option'
 import difflib
 import math
 import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,17 +16,20 @@ from typing import Any, Final
 import optax
 
 from meshes.errors import ShardingError
-from meshes.shape import MeshShape
+from meshes.shape import INFERRED, MeshShape
 from shardlib.batch_spec import resized
 from shardlib.binding import Bound, abstract_parameters, bind
+from shardlib.cli.microbatches import provisional
 from shardlib.cli.model import Loaded, import_object
+from shardlib.cli.plan_options import OF_PIPELINES
 from shardlib.cli.user_code import user_code
 from shardlib.explanation import Explanation
-from shardlib.plan import Plan
+from shardlib.plan import STAGE, Plan
 from shardlib.rules import Rules
 from shardlib.strategies import default_rules
 
 _BATCH: Final = re.compile(r"'batch': size ([0-9]+) not divisible by ([a-z_A-Z0-9= ]+)")
+_MICROBATCHES: Final = re.compile(r"fix: [a-z0-9_]+ with stages=[0-9]+, chunks=([0-9]+), microbatches=([0-9]+)")
 _UNRULED: Final = re.compile(r"no rule names the logical axis '([^']+)'")
 
 
@@ -101,10 +105,12 @@ def plan_from(mesh: str | None, *, file: Path | None, rules: Path | None, change
     if mesh is None and file is None:
         raise ShardingError("no mesh was named", fix="--mesh data=2,tensor=4, or --plan FILE")
     shape = None if mesh is None else MeshShape.parse(mesh)
+    if shape is not None:
+        _check_stages(shape, changes)
     own_rules = None if rules is None and file is not None else read_rules(rules)
     if file is None:
         assert shape is not None and own_rules is not None
-        return Plan(mesh=shape, rules=own_rules, **changes)
+        return _made(lambda: Plan(mesh=shape, rules=own_rules, **{**provisional(shape), **changes}))
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -118,7 +124,42 @@ def plan_from(mesh: str | None, *, file: Path | None, rules: Path | None, change
         changes = {**changes, "mesh": shape}
     if own_rules is not None:
         changes = {**changes, "rules": own_rules}
-    return replace(plan, **changes)
+    return _made(lambda: replace(plan, **changes))
+
+
+def changes_per_mesh(changes: dict[str, Any], meshes: Sequence[str | None]) -> list[dict[str, Any]]:
+    """The changes of a plan for each mesh: what is for pipelines goes to those with stages, where some have them."""
+    staged = [mesh is not None and STAGE in MeshShape.parse(mesh).names for mesh in meshes]
+    rest = {name: value for name, value in changes.items() if name not in OF_PIPELINES}
+    return [changes if has_stages or not any(staged) else rest for has_stages in staged]
+
+
+def _check_stages(shape: MeshShape, changes: dict[str, Any]) -> None:
+    """Raises for a mesh whose number of stages is open, and for pipeline options without stages."""
+    sizes = dict(zip(shape.names, shape.sizes, strict=True))
+    if sizes.get(STAGE) == INFERRED:
+        raise ShardingError(
+            f"mesh {shape}: the number of stages decides the schedule, so it cannot be what devices leave",
+            fix="name it: stage=4, and leave -1 to another axis",
+        )
+    options = [f"--{name}" for name in OF_PIPELINES if name in changes]
+    if options and sizes.get(STAGE, 1) == 1:
+        raise ShardingError(
+            f"{', '.join(options)}: for a pipeline, and mesh {shape} has no stages",
+            fix="--mesh stage=4,data=2, or leave it out",
+        )
+
+
+def _made(make: Callable[[], Plan]) -> Plan:
+    """A plan, or its error with the option that repairs it."""
+    try:
+        return make()
+    except ShardingError as error:
+        found = _MICROBATCHES.search(str(error))
+        if found is None:
+            raise
+        what, _, _ = str(error).partition("\n  fix: ")
+        raise ShardingError(what, fix=f"--microbatches {found[2]} --chunks {found[1]}") from None
 
 
 def one_device(plan: Plan) -> Plan:

@@ -150,7 +150,8 @@ def _check_loss(what: str, loss: Any) -> None:
             fix="return a function loss(params, batch, rng)",
         )
     problem = _call_problem(loss, 3)
-    if problem:
+    # With running statistics a loss takes them too; `bind` knows whether the model has any.
+    if problem and _call_problem(loss, 4):
         raise ShardingError(
             f"{what}: its loss cannot be called as loss(params, batch, rng): {problem}",
             fix="def loss(params, batch, rng): ...",

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from shardlib.cli.options import whole_number
+from shardlib.cli.table_file import is_table_file, read_table
 
 Mesh = Annotated[
     str | None, typer.Option(metavar="MESH", help='Such as "data=2,tensor=4"; with --plan the file has one.')
@@ -20,7 +21,7 @@ PlanFile = Annotated[
 ]
 Microbatches = Annotated[
     int | None,
-    typer.Option(metavar="N", parser=whole_number("--microbatches", example=4), help="Accumulated per step."),
+    typer.Option(metavar="N", parser=whole_number("--microbatches", example=8), help="Parts of a device's rows."),
 ]
 Zero = Annotated[
     int | None,
@@ -48,6 +49,24 @@ RandomSlices = Annotated[
     ),
 ]
 
+Schedule = Annotated[
+    str | None, typer.Option(metavar="NAME", help="Of a pipeline: 1f1b, gpipe, interleaved_1f1b, or a .csv table.")
+]
+Chunks = Annotated[
+    int | None,
+    typer.Option(metavar="N", parser=whole_number("--chunks", example=2), help="Of a pipeline: pieces per stage."),
+]
+Residuals = Annotated[
+    str | None,
+    typer.Option(metavar="POLICY", help="What a stage keeps: full (its input), none (all), dots, names:A,B."),
+]
+Idle = Annotated[Literal["skip", "mask"] | None, typer.Option(help="Idle slots of a pipeline: branch, or mask.")]
+Balance = Annotated[
+    Literal["even", "cost"] | None, typer.Option(help="Layers per stage: even, or embedding and head counted.")
+]
+OF_PIPELINES = ("schedule", "chunks", "residuals", "idle", "balance")
+"""Fields of a plan that mean something on a mesh with a stage axis only; options have the same names."""
+
 
 def plan_changes(
     *,
@@ -57,8 +76,13 @@ def plan_changes(
     dtype: str | None,
     lowering: str | None,
     random_slices: int | None,
+    **pipeline: Any,
 ) -> dict[str, Any]:
-    """The fields of `Plan` that these options set."""
+    """The fields of `Plan` that these options set; `pipeline` are those of `OF_PIPELINES`.
+
+    Raises:
+        ShardingError: the file of a schedule cannot be read, or has another size than an option says.
+    """
     given = {
         "num_microbatches": microbatches,
         "zero": zero,
@@ -66,7 +90,24 @@ def plan_changes(
         "compute_dtype": dtype,
         "lowering": lowering,
         "random_slices": random_slices,
+        **pipeline,
     }
+    if pipeline["schedule"] is not None and is_table_file(pipeline["schedule"]):
+        given |= _of_table(Path(pipeline["schedule"]), microbatches, pipeline["chunks"])
     if lowering == "automatic" and dtype is not None:
         given["reduce_dtype"] = dtype  # what the compiler does there
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _of_table(path: Path, microbatches: int | None, chunks: int | None) -> dict[str, Any]:
+    """What the table in a file sets: the schedule as text, and the number of microbatches."""
+    from meshes.errors import ShardingError
+
+    table = read_table(path)
+    for option, wanted, found in (
+        ("--microbatches", microbatches, table.num_microbatches),
+        ("--chunks", chunks, table.num_chunks),
+    ):
+        if wanted not in (None, found):
+            raise ShardingError(f"{option} {wanted}, but {path} has {found}", fix=f"leave {option} out")
+    return {"schedule": table.to_csv(), "num_microbatches": table.num_microbatches}

@@ -8,6 +8,7 @@ import typer
 
 from shardlib.cli.options import Json, JsonSchema, whole_number
 from shardlib.cli.output import CheckFailed, MissingDependency, note, print_json
+from shardlib.cli.table_file import is_table_file, read_table
 
 SYNTHESIZE = "synthesize"
 STAGES, MICROBATCHES = 4, 8
@@ -128,7 +129,7 @@ def _table(name: str | None, asked: Asked) -> Any:
         raise ShardingError(f"name a schedule: {names}, a .csv file, or {SYNTHESIZE}", fix="shardlib schedule 1f1b")
     if asked.prove is not None and name != SYNTHESIZE:
         raise ShardingError(f"--prove goes with {SYNTHESIZE}, not with {name}", fix=f"shardlib schedule {SYNTHESIZE}")
-    if name.endswith((".csv", ".json")) or "/" in name or Path(name).is_file():
+    if is_table_file(name):
         return _read(Path(name), asked)
     if name != SYNTHESIZE:
         return build(name, **asked.size, chunks=asked.chunks)
@@ -151,15 +152,8 @@ def _synthesize(asked: Asked) -> Any:
 def _read(path: Path, asked: Asked) -> Any:
     """A user's own table; sizes on the command line must be the file's."""
     from meshes.errors import ShardingError
-    from shardlib.pipeline.table import Table
 
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        fix = "a .csv file with one line per rank: F0,F1,B0,B1"
-        raise ShardingError(f"cannot read {path}: {reason}", fix=fix) from None
-    table = Table.from_json(text) if path.suffix == ".json" else Table.parse(text, name=path.stem)
+    table = read_table(path)
     for option, wanted, found in (
         ("--stages", asked.stages, table.num_ranks),
         ("--microbatches", asked.microbatches, table.num_microbatches),

@@ -29,6 +29,7 @@ from shardlib.cli.model import Loaded
 from shardlib.cli.output import CheckFailed, note
 from shardlib.cli.user_code import user_code
 from shardlib.data import ByteCorpus
+from shardlib.explanation import pipeline_rows
 from shardlib.loop import Evaluation, NonFiniteLoss, Run, train
 from shardlib.plan import Plan
 from shardlib.report.page import color_wanted
@@ -37,6 +38,7 @@ from shardlib.trainer import Trainer
 SECONDS_BETWEEN_LINES = 10.0
 NUM_BYTES = 256
 EVAL_WINDOWS = 100  # not a multiple of common batch sizes: the last batch is short, and counted exactly
+_SUMMARY = ("cut at", "balance", "ticks")  # of a pipeline; the plan has said the rest
 MAX_EMULATED = 1024  # more threads than one process should start
 
 
@@ -96,19 +98,21 @@ class Session:
     def summary(self, bound: Bound, run: Run) -> dict[str, Any]:
         """The run as plain JSON values."""
         batch, length = self.batch_spec["inputs"].shape
+        found = bound.explain(self.optimizer)
+        staged = () if found.pipeline is None else pipeline_rows(found.pipeline)
         return {
             "model": self.model.name,
             "mesh": str(bound.plan.mesh),
             "devices": bound.plan.mesh.num_devices,
             "platform": run.platform,
-            "num_parameters": bound.explain(self.optimizer).num_parameters,
+            "num_parameters": found.num_parameters,
             "steps": len(run.losses),
             "losses": list(run.losses),
             "tokens_per_second": run.steps_per_second * batch * length,
             "compile_seconds": run.compile_seconds,
             "bytes_per_device": run.state_bytes_per_device,
             "temporary_bytes_per_device": run.temporary_bytes_per_device,
-            "plan": list(bound.plan.choices),
+            "plan": [*bound.plan.choices, *(f"{name}: {text}" for name, text in staged if name in _SUMMARY)],
             **({"evaluations": [asdict(one) for one in run.evaluations]} if run.evaluations else {}),
         }
 

@@ -19,13 +19,18 @@ from shardlib.cli.options import (
 )
 from shardlib.cli.output import CheckFailed, print_json, stdout_for_results
 from shardlib.cli.plan_options import (
+    Balance,
+    Chunks,
     Dtype,
+    Idle,
     Lowering,
     Mesh,
     Microbatches,
     PlanFile,
     RandomSlices,
     Remat,
+    Residuals,
+    Schedule,
     Zero,
     plan_changes,
 )
@@ -67,6 +72,11 @@ def train(
     dtype: Dtype = None,
     lowering: Lowering = None,
     random_slices: RandomSlices = None,
+    schedule: Schedule = None,
+    chunks: Chunks = None,
+    residuals: Residuals = None,
+    idle: Idle = None,
+    balance: Balance = None,
     eval_every: Annotated[
         int | None,
         typer.Option(metavar="N", parser=whole_number("--eval-every", example=10), help="Evaluate on held-out text."),
@@ -87,10 +97,16 @@ def train(
         dtype=dtype,
         lowering=lowering,
         random_slices=random_slices,
+        schedule=schedule,
+        chunks=chunks,
+        residuals=residuals,
+        idle=idle,
+        balance=balance,
     )
     make_plan = lambda plan_from: plan_from(mesh, file=plan, rules=rules, changes=changes)  # noqa: E731
     _train(
         make_plan,
+        count_microbatches="num_microbatches" not in changes and plan is None,
         model=model,
         steps=steps,
         sizes={"batch": batch, "length": length},
@@ -105,6 +121,7 @@ def train(
 def _train(
     make_plan: Any,
     *,
+    count_microbatches: bool,
     model: str,
     steps: int,
     sizes: dict[str, int | None],
@@ -116,6 +133,7 @@ def _train(
 ) -> None:
     # Imported here, not above: `shardlib --help` must not wait for JAX.
     from shardlib.cli.inputs import one_device, optimizer_from, plan_from, sized
+    from shardlib.cli.microbatches import with_microbatches
     from shardlib.cli.model import load
     from shardlib.cli.session import Session, corpus, reserve_devices, with_sizes
 
@@ -133,6 +151,8 @@ def _train(
     )
     run_of.check()
     chosen = with_sizes(chosen, session["devices"])
+    if count_microbatches:
+        chosen = with_microbatches(chosen, run_of.batch_spec)
     with stdout_for_results():
         main = run_of.bind(chosen)
         run = run_of.train(main, steps)

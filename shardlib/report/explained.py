@@ -14,6 +14,7 @@ from rich.text import Text
 
 from shardlib.explanation import Explanation, bytes_text, spec_text
 from shardlib.report.page import page
+from shardlib.report.staged import print_pipeline, print_stages
 from shardlib.specs import Entry
 
 _UNLIMITED = 10_000
@@ -33,6 +34,8 @@ def print_explanation(explanation: Explanation) -> None:
                 _print_entries(out, title, entries)
         _print_totals(out, [explanation])
         _print_promises(out, explanation)
+        if explanation.pipeline is not None:
+            print_pipeline(out, explanation.pipeline)
         _print_choices(out, explanation)
         for notice in explanation.notices:
             _print_notice(out, f"notice: {notice}")
@@ -48,6 +51,8 @@ def print_comparison(one: Explanation, other: Explanation) -> None:
             _print_stacked(out, one, other)
         _print_totals(out, [one, other])
         for explanation in (one, other):
+            if explanation.pipeline is not None:
+                print_stages(out, explanation.pipeline, title=str(explanation.mesh))
             for notice in explanation.notices:
                 _print_notice(out, f"notice ({explanation.mesh}): {notice}")
 
