@@ -11,7 +11,7 @@ from shardlib.ops.chunks import over_chunks
 from shardlib.ops.vocab_shards import Shards, check_sizes, find_shards, padded_vocab
 
 
-def inside(mesh, manual, **options):
+def inside(region_mesh, manual, **options):
     """What `find_shards` says in a region manual over some axes."""
     found = []
 
@@ -20,7 +20,8 @@ def inside(mesh, manual, **options):
         return x
 
     jax.eval_shape(
-        jax.shard_map(region, mesh=mesh, axis_names=manual, in_specs=P(), out_specs=P(), check_vma=False), jnp.zeros(8)
+        jax.shard_map(region, mesh=region_mesh, axis_names=manual, in_specs=P(), out_specs=P(), check_vma=False),
+        jnp.zeros(8),
     )
     return found[0]
 
