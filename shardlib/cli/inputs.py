@@ -159,7 +159,8 @@ def _made(make: Callable[[], Plan]) -> Plan:
         if found is None:
             raise
         what, _, _ = str(error).partition("\n  fix: ")
-        raise ShardingError(what, fix=f"--microbatches {found[2]} --chunks {found[1]}") from None
+        fix = f"--microbatches {found[2]}" if "does not divide" in what else f"--chunks {found[1]}, or leave it out"
+        raise ShardingError(what, fix=fix) from None
 
 
 def one_device(plan: Plan) -> Plan:

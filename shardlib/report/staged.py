@@ -28,7 +28,7 @@ def print_pipeline(out: Console, facts: StagingFacts, *, title: str = "pipeline"
 
 def print_stages(out: Console, facts: StagingFacts, *, title: str) -> None:
     """What tells two pipelines apart: idle share, balance and memory in one line each."""
-    shown = ("balance", "memory", "schedule", "messages")
+    shown = ("balance", "memory", "ticks", "messages")
     for name, sentence in pipeline_rows(facts):
         if name in shown:
             out.print(Text(f"{name} ({title}): {sentence}"), overflow="fold")

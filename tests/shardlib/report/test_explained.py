@@ -9,6 +9,7 @@ from rich.cells import cell_len
 
 import shardlib as sl
 from meshes.shape import MeshShape
+from models import gpt
 from shardlib.examples.tiny import tiny
 from shardlib.explanation import Explanation
 from shardlib.report.explained import print_comparison, print_explanation
@@ -28,10 +29,14 @@ TREE = {
 def explanation(mesh: str) -> Explanation:
     model, loss, spec = tiny()
     whole = sl.bind(model, loss, sl.Plan(mesh="data=2"), spec).explain()
+    layers, layer_loss, layer_spec = gpt.small()
+    plan = sl.Plan(mesh="stage=3", num_microbatches=4)
+    pipeline = sl.bind(layers, layer_loss, plan, layer_spec).explain().pipeline if mesh == "fsdp=8" else None
     return dataclasses.replace(
         whole,
         mesh=MeshShape.parse(mesh),
         parameters=sl.resolve(TREE, RULES, mesh).entries,
+        pipeline=pipeline,
         notices=("a notice [red]about[/red] something",),
     )
 
@@ -54,7 +59,7 @@ def terminal(capsys, monkeypatch):
 @pytest.mark.parametrize("compare", [False, True])
 def test_lines_fit_the_terminal(terminal, columns, compare):
     one, other = explanation("fsdp=2,tensor=2"), explanation("fsdp=8")
-    lines = terminal(*((print_comparison, one, other) if compare else (print_explanation, one)), columns=columns)
+    lines = terminal(*((print_comparison, one, other) if compare else (print_explanation, other)), columns=columns)
     assert max(map(cell_len, lines)) <= columns
     assert "…" not in "".join(lines)
     assert not any(line.endswith(" ") for line in lines)
@@ -83,3 +88,11 @@ def test_comparison_is_a_table_where_it_fits_and_stacked_where_not(terminal):
     assert any("(-, fsdp, tensor)" in line and "(-, fsdp, -)" in line for line in wide)
     assert "  fsdp=2,tensor=2  (-, fsdp, tensor)   64.0 KiB" in narrow
     assert "  fsdp=8           (-, fsdp, -)        32.0 KiB" in narrow
+
+
+def test_a_pipeline_has_sentences_and_a_line_per_stage(terminal):
+    lines = terminal(print_explanation, explanation("fsdp=8"), columns=160)
+    start = lines.index("pipeline")
+    assert lines[start + 1].startswith("cut at            a scan of 4 steps over layers/attention/key/kernel, ")
+    stages = [line.split() for line in lines[start:] if line.lstrip()[:1].isdecimal()]
+    assert [stage[:3] for stage in stages] == [["0", "0-1", "2.00"], ["1", "2", "1.00"], ["2", "3", "1.14"]]
