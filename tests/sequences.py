@@ -70,9 +70,14 @@ def seen(*, causal=False, window=None, mask=None, segment_ids=None, positions=No
 
 def one_device(query, key, value, **options) -> jax.Array:
     """The attention of all of it with a mask written out; rows that see nothing are 0."""
-    mask = seen(**options, length=query.shape[1])
+    batch, length, heads, _ = query.shape
+    return masked(query, key, value, np.broadcast_to(seen(**options, length=length), (batch, heads, length, length)))
+
+
+def masked(query, key, value, mask) -> jax.Array:
+    """The attention under a mask [batch, heads, length, length]."""
     out = jax.nn.dot_product_attention(query, key, value, mask=jnp.asarray(mask))
-    return jnp.where(jnp.asarray(mask.any(axis=-1)).transpose(0, 2, 1)[..., None], out, 0)
+    return jnp.where(jnp.asarray(mask).any(axis=-1).transpose(0, 2, 1)[..., None], out, 0)
 
 
 def with_gradients(attend, query, key, value, out) -> dict[str, jax.Array]:
@@ -82,8 +87,15 @@ def with_gradients(attend, query, key, value, out) -> dict[str, jax.Array]:
 
 
 def alone(operands: Any, **options) -> dict[str, jax.Array]:
-    """The result and gradients of one device."""
-    return run(functools.partial(with_gradients, functools.partial(one_device, **options)), *operands)
+    """The result and gradients of one device; one program for all masks."""
+    batch, length, heads, _ = operands[0].shape
+    mask = np.broadcast_to(seen(**options, length=length), (batch, heads, length, length))
+    return _alone(*operands, mask)
+
+
+@jax.jit
+def _alone(query, key, value, out, mask):
+    return with_gradients(lambda *operands: masked(*operands, mask), query, key, value, out)
 
 
 def run(function: Any, *operands: Any) -> Any:

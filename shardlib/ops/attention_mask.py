@@ -69,8 +69,9 @@ class View(NamedTuple):
 
 def cut(x: jax.Array | None, start: jax.Array | int, size: int, *, axis: int) -> jax.Array | None:
     """`size` entries of a dim from `start`; None, and a dim of size 1 that stands for all, stay as they are."""
-    whole = x is None or x.shape[axis] in (1, size)
-    return x if whole else jax.lax.dynamic_slice_in_dim(x, start, size, axis)
+    if x is None or x.shape[axis] in (1, size):
+        return x
+    return jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
 def tile_of(view: View, *, row: jax.Array | int, column: jax.Array | int, rows: int, columns: int) -> View:

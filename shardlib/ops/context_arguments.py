@@ -131,7 +131,8 @@ def prepare(
 
 def cotangents(arguments: Arguments, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
     """The arguments' cotangents, in their dtypes, from wide ones of their arrays; labels have none."""
-    found = (x.astype(of.dtype) for x, of in zip((query, key, value), arguments, strict=False))
+    wide = ((query, arguments.query), (key, arguments.key), (value, arguments.value))
+    found = (x.astype(of.dtype) for x, of in wide)
     return Arguments(*found, rows=None, columns=None, mask=None)  # pyright: ignore[reportArgumentType]
 
 

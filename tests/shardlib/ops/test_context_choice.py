@@ -5,13 +5,18 @@ from typing import Any
 import pytest
 
 from meshes.errors import ShardingError
-from shardlib.ops.context_choice import Candidate, choose, ring_sent
+from shardlib.ops.context_choice import Candidate, Choice, choose, ring_sent
 
 LAYER: dict[str, Any] = {"length": 8192, "heads": 32, "kv_heads": 8, "head_dim": 128, "batch": 1, "causal": True}
 
 
+def chosen(change: dict[str, Any], **options: Any) -> Choice:
+    """The choice for the layer with some sizes changed."""
+    return choose(**(LAYER | change | options))
+
+
 def test_a_slow_link_and_many_kv_heads_take_all_to_all():
-    found = choose(**(LAYER | {"kv_heads": 32}), context=8)
+    found = chosen({"kv_heads": 32}, context=8)
     assert (found.kind, found.placement) == ("all_to_all", "contiguous")
     assert found.reason.splitlines() == [
         "all_to_all (contiguous): sends 56 MiB per layer and device, holds 16 MiB",
@@ -22,28 +27,28 @@ def test_a_slow_link_and_many_kv_heads_take_all_to_all():
 
 
 def test_a_long_sequence_hides_the_ring():
-    found = choose(**(LAYER | {"length": 131072}), context=8)
+    found = chosen({"length": 131072}, context=8)
     assert (found.kind, found.placement) == ("ring", "zigzag")
     assert found.candidates[0].exposed_bytes == 0
 
 
 def test_one_kv_head_is_gathered_where_nothing_hides():
-    found = choose(**(LAYER | {"kv_heads": 1, "length": 1024}), context=16, flops_per_byte=1e9)
+    found = chosen({"kv_heads": 1, "length": 1024}, context=16, flops_per_byte=1e9)
     assert found.kind == "gather"
 
 
 def test_no_ring_in_a_branch():
     """The ring would win; all-to-all comes next; where heads do not divide, gather whatever it holds."""
-    long = LAYER | {"length": 131072}
-    found = choose(**long, context=8, in_branch=True)
+    long = {"length": 131072}
+    found = chosen(long, context=8, in_branch=True)
     assert found.kind == "all_to_all"
     assert "refused: a permute under a condition that differs between devices deadlocks" in found.reason
-    assert choose(**long, context=8, tensor=8, in_branch=True).kind == "gather"
-    assert choose(**long, context=8, tensor=8).kind == "ring"
+    assert chosen(long, context=8, tensor=8, in_branch=True).kind == "gather"
+    assert chosen(long, context=8, tensor=8).kind == "ring"
 
 
 def test_heads_that_do_not_divide_leave_the_ring():
-    found = choose(**(LAYER | {"kv_heads": 32}), context=8, tensor=8)
+    found = chosen({"kv_heads": 32}, context=8, tensor=8)
     assert found.kind == "ring"
     assert "refused: 4 query heads on a device do not divide over 8 shards" in found.reason
 
@@ -58,7 +63,7 @@ def test_heads_that_do_not_divide_leave_the_ring():
     ],
 )
 def test_placements(length, window, causal, placement):
-    found = choose(**(LAYER | {"length": length, "causal": causal}), window=window, context=8)
+    found = chosen({"length": length, "causal": causal}, window=window, context=8)
     (ring,) = (candidate for candidate in found.candidates if candidate.kind == "ring")
     assert isinstance(ring, Candidate)
     assert ring.placement == placement
@@ -68,7 +73,7 @@ def test_a_window_sends_less():
     hops = {"context": 8, "length": 8192, "batch": 1, "kv_heads": 8, "head_dim": 128, "dtype_bytes": 2}
     whole, near = (ring_sent(hops=count, **hops)[0] for count in (7, 1))
     assert whole == 7 * near == 2 * 7 / 8 * 2 * 8192 * 8 * 128
-    found = choose(**LAYER, context=8, window=512)
+    found = chosen({}, context=8, window=512)
     assert found.kind == "ring"
     assert found.candidates[0].forward_bytes == near
 
@@ -82,5 +87,5 @@ def test_a_window_sends_less():
 )
 def test_sizes_that_no_kind_fits(change, message):
     with pytest.raises(ShardingError) as caught:
-        choose(**(LAYER | change), context=8)
+        chosen(change, context=8)
     assert str(caught.value) == f"no context-parallel attention fits:\n- {message}"

@@ -71,7 +71,10 @@ def test_a_window_sends_only_to_those_that_see():
     assert sent("ring", 8, mask="window") == {"collective-permute": (4, forward)}
 
 
-@pytest.mark.parametrize("kind, context, heads", [("all_to_all", 4, "GQA"), ("hybrid", 8, "GQA"), ("hybrid", 4, "MHA")])
+@pytest.mark.parametrize(
+    "kind, context, heads",
+    [("all_to_all", 4, "GQA"), ("hybrid", 8, "GQA"), pytest.param("hybrid", 4, "MHA", marks=pytest.mark.exhaustive)],
+)
 def test_at_most_four_all_to_alls_each_way(kind, context, heads):
     shards = context if kind == "all_to_all" else context // 2
     sizes = PLAIN | {"length": LENGTH * shards // context, "batch": BATCH // min(2, 8 // context)}
