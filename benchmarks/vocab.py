@@ -113,7 +113,7 @@ def measure_once(mesh_text: str, name: str, case: Case) -> Measured:
     jitted = jax.jit(function, in_shardings=places, out_shardings=(None, (x_place, head_place)))
     arguments = [jax.device_put(array, place) for array, place in zip(_arrays(case), places, strict=True)]
     compiled = jitted.lower(*arguments).compile()
-    program, shape = parse(compiled.as_text()), MeshShape.parse(mesh_text)
+    program, shape = parse(compiled.as_text() or ""), MeshShape.parse(mesh_text)
     over_tensor = tuple(each for each in program.collectives if "tensor" in (axes_of(each, shape).axes or ()))
     sent = {kind: each.bytes_per_device for kind, each in program.totals.items()}
     return Measured(

@@ -209,7 +209,7 @@ def trained(mesh, *, framework, lowering, tied=True):
 @pytest.mark.parametrize(
     ("framework", "lowering", "mesh"),
     [
-        ("linen", "automatic", "data=2,tensor=4"),
+        pytest.param("linen", "automatic", "data=2,tensor=4", marks=pytest.mark.exhaustive),
         ("linen", "explicit", "data=2,tensor=4"),
         pytest.param("nnx", "explicit", "fsdp=2,tensor=2", marks=pytest.mark.exhaustive),
         pytest.param("nnx", "automatic", "fsdp=2,tensor=2", marks=pytest.mark.exhaustive),

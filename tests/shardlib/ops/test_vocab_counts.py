@@ -23,7 +23,7 @@ from tests.partitioned import partitioned
 from tests.vocabularies import with_gradients
 
 BATCH, LENGTH, EMBED, VOCAB = 8, 32, 16, 48
-MESHES = ["tensor=4", "tensor=8", "data=2,tensor=4", "fsdp=2,tensor=4", "data=2,context=2,tensor=2"]
+MESHES = ["tensor=4", "tensor=8", "data=2,tensor=4", "data=2,context=2,tensor=2", "fsdp=2,tensor=4"]
 
 
 def shape_of(mesh):

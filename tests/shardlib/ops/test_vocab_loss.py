@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from meshes import ShardingError, make_mesh
@@ -24,6 +26,7 @@ from tests.vocabularies import (
     one_device,
     per_token,
     split,
+    under_a_stage,
     with_gradients,
 )
 
@@ -100,6 +103,17 @@ def test_a_vocabulary_spread_over_stages_too():
             region, mesh=mesh, axis_names={"stage"}, in_specs=in_specs, out_specs=P(), check_vma=False
         )
         jax.jit(region)(*given)
+
+
+def test_a_loss_traced_ahead_fits_the_region_whose_axes_it_was_traced_under():
+    mesh = make_mesh("stage=2,data=2,tensor=2")
+    given = arrays(vocab=19)
+    function = functools.partial(with_gradients, functools.partial(token_losses, vocab=19))
+    inside = mesh.abstract_mesh.update_axis_types({"stage": AxisType.Manual})
+    with jax.sharding.use_abstract_mesh(inside):
+        traced = jax.make_jaxpr(function)(*given)
+    region = under_a_stage(lambda *given: tuple(jaxpr_as_fun(traced)(*given)), mesh)
+    assert_trees_equal(jax.jit(region)(*given), one_device(*given, vocab=19, vocab_dim=1), "traced ahead")
 
 
 def test_length_split_over_context_beside_tensor_and_data():
