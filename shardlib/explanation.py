@@ -19,7 +19,7 @@ from shardlib.cost.promises import PromisedCollective
 from shardlib.optimizer_specs import StateEntry
 from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, itemsize
-from shardlib.staging_facts import Balance, StageFacts, StagingFacts
+from shardlib.staging_facts import SEVERAL, Balance, StageFacts, StagingFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,15 +216,16 @@ def pipeline_rows(facts: StagingFacts) -> list[tuple[str, str]]:
 
 def _listed(paths: Sequence[str]) -> tuple[str, str]:
     """What paths have in common, in words, and the first few of them without it."""
-    folder = posixpath.commonpath([posixpath.dirname(path) for path in paths]) if paths else ""
+    own = any(SEVERAL in path for path in paths)  # layers with parameters of their own share no folder
+    folder = "" if own or not paths else posixpath.commonpath([posixpath.dirname(path) for path in paths])
     start = f"{folder}/" if folder else ""
     shown = ", ".join(path.removeprefix(start) for path in paths[:6]) + (", ..." if len(paths) > 6 else "")
     return (f" under {start}" if start else ""), shown
 
 
 def memory_text(facts: StagingFacts) -> str:
-    """`a stage keeps at most 7 microbatches for their backward pass: its inputs, 448.0 KiB on every device`."""
-    text = f"a stage keeps at most {facts.ring_slots} microbatches for their backward pass"
+    """`room for 7 microbatches that wait for their backward pass: their inputs, 448.0 KiB on every device`."""
+    text = f"room for {facts.ring_slots} microbatches that wait for their backward pass"
     if facts.ring_bytes is None:
         return f"{text}: what residuals={facts.residuals} stores of each"
     return f"{text}: their inputs, {bytes_text(facts.ring_bytes)} on every device"
@@ -282,10 +283,10 @@ def layers_text(stage: StageFacts) -> str:
 
 
 def stage_text(rank: int, stage: StageFacts) -> str:
-    """`stage 0: layers 0-2, load 3.00 layers, 594,432 parameters of layers, at most 7 microbatches live`."""
+    """`stage 0: layers 0-2, load 3.00 layers, 594,432 parameters of layers, live microbatches 7`."""
     return (
         f"stage {rank}: layers {layers_text(stage)}, load {stage.load:.2f} layers, {stage.layer_parameters:,} "
-        f"parameters of layers, at most {stage.live_microbatches} microbatches live"
+        f"parameters of layers, live microbatches {stage.live_microbatches}"
     )
 
 

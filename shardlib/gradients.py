@@ -187,8 +187,7 @@ def _staged(loss: LossFunction, plan: Plan, mesh: Mesh) -> LossFunction:
 
 def _options(plan: Plan, mesh: Mesh) -> Options:
     platform = mesh.devices.flat[0].platform
-    residuals = parse_policy(plan.residuals or "full")
-    return Options(residuals=residuals, skip=plan.idle == "skip", inside=platform == "cpu")
+    return Options(residuals=plan.kept_residuals, skip=plan.idle == "skip", inside=platform == "cpu")
 
 
 def _layout(plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> Layout:

@@ -171,6 +171,16 @@ def renamed(equation: Any, read: Callable[[Any], Any], *, outputs: Sequence[Any]
     return equation.replace(invars=[read(atom) for atom in equation.invars], outvars=outputs, source_info=source)
 
 
+def constraint_of(equation: Any) -> Any:
+    """The spec of a `with_sharding_constraint` equation; None for any other equation.
+
+    Seen: parameter `sharding` in 0.10.2 and 0.12.0. `jax.extend` has no reading of a constraint.
+    """
+    if equation.primitive.name != "sharding_constraint":
+        return None
+    return getattr(equation.params["sharding"], "spec", None)
+
+
 _NOT_THE_MODEL = (f"{os.sep}flax{os.sep}", f"shardlib{os.sep}annotate.py")
 
 

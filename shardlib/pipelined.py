@@ -40,12 +40,12 @@ class Options:
     """How ticks are executed; a static leaf.
 
     Args:
-        residuals: what a stage keeps for its backward pass.
+        residuals: what the layers of a stage keep for their backward pass; None: the stage's input alone.
         skip: branch around idle slots; else compute and discard.
         inside: update ring buffers inside the branches: better on CPU, where TPU copies them.
     """
 
-    residuals: Policy
+    residuals: Policy | None
     skip: bool
     inside: bool
 
@@ -332,11 +332,11 @@ class _Core:
         cut = self._cut(over_slices(self.loss, 1, ()), pieces, None)
         placement = self.staging.partition.placement
         evaluator = Evaluator(
-            work=self._work(cut.parts, "none"),
+            work=self._work(cut.parts, None),
             ticks=forward_only(placement, num_microbatches=layout.num_microbatches),
             objective=cut.objective,
             skip=self.options.skip,
-            alone=self._alone,
+            split=self._split,
         )
         results = evaluator.results(self._by_chunk(rows), outer, cut.pieces)
         return jax.tree.unflatten(cut.results, results).summed(over)
@@ -364,24 +364,25 @@ class _Core:
         assert parts.stacked == self.staging.parts.stacked, "the loss was cut in another way than when it was bound"
         return _Cut(parts=parts, pieces=flat, results=held[0])
 
-    def _work(self, parts: Parts, policy: str | None = None) -> StageWork:
-        residuals = self.options.residuals if policy is None else parse_policy(policy)
-        return StageWork(parts=parts, partition=self.staging.partition, policy=residuals, skip=self.options.skip)
+    def _work(self, parts: Parts, policy: Policy | None) -> StageWork:
+        policy = policy or parse_policy("none")
+        return StageWork(parts=parts, partition=self.staging.partition, policy=policy, skip=self.options.skip)
 
     @property
-    def _alone(self) -> bool:
+    def _split(self) -> bool:
         """Whether the compiler may split messages over axes of its own."""
         mesh = self.layout.mesh
         return any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in (STAGE, *DATA_LIKE))
 
     def _executor(self, cut: _Cut, rows: Leaves, outer: Leaves) -> Executor:
-        work, parts = self._work(cut.parts), cut.parts
+        parts, policy = cut.parts, self.options.residuals
+        work = self._work(parts, policy)
         chosen = Chosen(
             rows=self.chosen_rows,
             outer=self.chosen_outer,
             message=tuple(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in parts.message),
         )
-        if self.options.residuals.kind == "full":
+        if policy is None:
             passes = recomputing(work, chosen)
         else:
             first = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
@@ -397,6 +398,6 @@ class _Core:
             chosen=chosen,
             objective=cut.objective,
             skip=self.options.skip,
-            alone=self._alone,
+            split=self._split,
             inside=self.options.inside,
         )

@@ -15,7 +15,7 @@ from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import INFERRED, MeshShape
 from shardlib.pipeline.schedules import build
 from shardlib.pipeline.table import Table
-from shardlib.remat import parse_policy
+from shardlib.remat import Policy, parse_policy
 from shardlib.rules import Rule, Rules
 from shardlib.strategies import DATA_LIKE, default_rules
 
@@ -51,8 +51,9 @@ class Plan:
         schedule: of a pipeline, by name or as the text of a table (CSV); None takes 1f1b, or interleaved_1f1b with
             chunks. This and what follows is for meshes with a stage axis.
         chunks: virtual stages on each rank; None takes what the schedule has.
-        residuals: what a stage keeps of each microbatch for its backward pass: "full" its input alone, and the layers
-            run again; "none" all that the backward pass reads, and nothing runs again; or a policy as for `remat`.
+        residuals: what a stage keeps of each microbatch for its backward pass, a policy as for `remat`: "full" keeps
+            the inputs of its layers, which run again one by one, "none" all that is read, and nothing runs again; or
+            "stage" keeps the input of the stage alone, and all its layers run again together. None is "full".
         idle: "skip" branches around idle slots; "mask" computes in them and discards, for programs in which branches
             are not safe.
         balance: layers per stage: "even" where it divides, or by "cost", which counts embedding and head.
@@ -89,15 +90,18 @@ class Plan:
         raise_collected([*self._value_problems(), *self._combination_problems()], heading="the plan cannot be:")
         if self.remat is not None:
             parse_policy(self.remat)
-        if self.residuals is not None:
-            parse_policy(self.residuals)
         if self.is_pipeline:
-            self.table()
+            _ = self.kept_residuals, self.table()
 
     @property
     def is_pipeline(self) -> bool:
         """Whether layers are staged over the mesh."""
         return STAGE in self.mesh.names and self.mesh.size(STAGE) > 1
+
+    @property
+    def kept_residuals(self) -> Policy | None:
+        """What the layers of a pipeline stage keep; None for the input of the stage alone."""
+        return None if self.residuals == STAGE else parse_policy(self.residuals or "full")
 
     def table(self, num_microbatches: int | None = None) -> Table:
         """The schedule's table at the size of the mesh.

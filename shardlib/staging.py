@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshes.build import abstract_mesh
-from meshes.errors import ShardingError
+from meshes.errors import ShardingError, raise_collected
 from meshes.shape import MeshShape
 from shardlib import annotate
 from shardlib import batch_spec as batches
@@ -115,8 +115,10 @@ def stage_model(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, la
     """Cuts the loss and deals out its layers; traces the loss once, abstractly.
 
     Raises:
-        ShardingError: no layers, fewer layers than stages, a schedule that cannot be executed.
+        ShardingError: rules about the stage axis, no layers, fewer layers than stages, a schedule that cannot be
+            executed.
     """
+    check_rules(plan)
     table = plan.table()
     check_executable(table)
     part, params, piece = abstract_part(loss, plan, params, batch_spec)
@@ -150,6 +152,19 @@ def costs_of(parts: Parts, partition: Partition) -> Costs:
     work[-1] += share["head"]
     forward = tuple(max(count, 1e-6) for count in work)
     return Costs(forward=forward, backward=tuple(2 * count for count in forward), weight=forward)
+
+
+def check_rules(plan: Plan) -> None:
+    """Raises for rules that split anything but layers over the stages, which the ticks use for themselves."""
+    raise_collected(
+        [
+            f"rule {str(rule)!r} splits {rule.logical!r} over {STAGE}, and only layers are staged; fix: delete it, or "
+            "name another mesh axis"
+            for rule in plan.rules.rules
+            if STAGE in rule.mesh_axes and rule.logical != annotate.LAYERS
+        ],
+        heading=f"mesh {plan.mesh} is a pipeline:",
+    )
 
 
 def check_executable(table: Table) -> None:

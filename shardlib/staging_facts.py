@@ -9,7 +9,7 @@ In: `Staging` and its plan. Out: `StagingFacts`, plain numbers and words, part o
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from shardlib.pipeline.stack import Stacked
 from shardlib.plan import Plan
 from shardlib.remat import parse_policy
 from shardlib.staging import Staging, costs_of, shares
+
+SEVERAL: Final = " ... "
+"""Between the first and the last path of a kind of parameter that every layer has as an array of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +227,7 @@ def staging_facts(staging: Staging, plan: Plan, params: Any) -> StagingFacts:
 def _kind_text(kind: Stacked, paths: Sequence[str]) -> str:
     """The path of a stacked parameter, or the first and the last of layers that have their own."""
     first, last = paths[kind.leaves[0]], paths[kind.leaves[-1]]
-    return first if first == last else f"{first} ... {last}"
+    return first if first == last else f"{first}{SEVERAL}{last}"
 
 
 def _layers_of(partition: Partition) -> list[tuple[tuple[int, int], ...]]:

@@ -6,17 +6,18 @@ In: a loss of one microbatch and its arguments, arrays or abstract. Out: `Parts`
 """
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal, jaxprs_in_params
+from jax.sharding import PartitionSpec as P
 
 from meshes.errors import ShardingError
 from shardlib.annotate import BOUNDARY
-from shardlib.jax_compat import constants_of, scan_signature, source_line
+from shardlib.jax_compat import constants_of, constraint_of, scan_signature, source_line
 from shardlib.layer_scan import LayerScan, Source, equations_within, without_checkpoints
 from shardlib.pipeline.parts import Leaves, Parts
 from shardlib.pipeline.segments import segments_of
@@ -224,6 +225,7 @@ def _parts(program: Program, stack: Stack, paths: list[str]) -> Parts:
         post=run_post,
         carry=tuple(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in carried),
         outputs=tuple(_stack_shape(variables, stack.num_layers) for variables in made),
+        carry_specs=_carry_specs(stack, flow, carried),
         where=stack.where,
         flops=(
             flops(stack.before, carried),
@@ -232,6 +234,27 @@ def _parts(program: Program, stack: Stack, paths: list[str]) -> Parts:
             flops(stack.before, side_outputs),
         ),
     )
+
+
+def _carry_specs(stack: Stack, flow: "_Flow", carried: list[Any]) -> tuple[P, ...]:
+    """Where the model places each carry: as the layer leaves it, else as the layers get it."""
+    inside, before = stack.body.equations, stack.before
+    left = [_constraint(stack.body.outputs[position], inside) for position in flow.varying]
+    left += [None] * (len(carried) - len(left))
+    found = [a or _constraint(atom, before) or P() for a, atom in zip(left, carried, strict=True)]
+    return tuple(P(*(None if entry is P.UNCONSTRAINED else entry for entry in spec)) for spec in found)
+
+
+def _constraint(atom: Any, equations: Iterable[Any]) -> P | None:
+    """The constraint that a value was placed by, looking through names and casts."""
+    made = {var: equation for equation in equations for var in equation.outvars}
+    while not isinstance(atom, Literal) and atom in made:
+        equation = made[atom]
+        spec = constraint_of(equation)
+        if spec is not None or equation.primitive.name not in ("name", "convert_element_type", "copy"):
+            return spec
+        atom = equation.invars[0]
+    return None
 
 
 def _stacks(values: list[Any], counts: list[int]) -> list[Any]:

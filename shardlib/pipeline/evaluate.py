@@ -2,7 +2,7 @@
 
 In: a cut loss and forward-only ticks. Out: the sums of the results over all microbatches.
 
-    evaluator = Evaluator(work=work, ticks=ticks, objective=objective, skip=True, alone=False)
+    evaluator = Evaluator(work=work, ticks=ticks, objective=objective, skip=True, split=False)
     results = evaluator.results(rows, outer, pieces)
 """
 
@@ -13,11 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.pipeline.execute import STAGE, Now, Rings, at_index, by_rank, deliver, either
+from shardlib.pipeline.execute import STAGE, Now, Rings, at_index, by_rank, deliver, either, packing
 from shardlib.pipeline.forward_only import ForwardOnly
 from shardlib.pipeline.parts import Leaves
 from shardlib.pipeline.placement import stages_by_rank
-from shardlib.pipeline.rings import Packing, make_ring, read, zeros
+from shardlib.pipeline.rings import read, zeros
 from shardlib.pipeline.stage import StageWork
 
 
@@ -30,14 +30,14 @@ class Evaluator:
         ticks: which rank does what when.
         objective: (outer, piece, message) -> (terms, all results); the head and the loss.
         skip: branch around idle slots; else compute and discard.
-        alone: as for `Packing`.
+        split: whether the compiler may split messages over mesh axes of its own.
     """
 
     work: StageWork
     ticks: ForwardOnly
     objective: Callable[[Leaves, Leaves, Leaves], tuple[Any, Leaves]]
     skip: bool
-    alone: bool
+    split: bool
 
     def results(self, rows: Leaves, outer: Leaves, pieces: Leaves) -> Leaves:
         """The sums of the results: this rank's terms of a sum over `stage`.
@@ -51,28 +51,28 @@ class Evaluator:
         rank = jax.lax.axis_index(STAGE)
         stages = jnp.asarray(stages_by_rank(partition.placement))[rank]
         message, last = parts.message, len(partition.counts) - 1
-        packing = Packing(value=message, alone=self.alone)
+        sending = packing(parts, None, split=self.split)
         first = [leaf[0] for leaf in pieces]
         _, shapes = jax.eval_shape(self.objective, outer, first, list(message))
 
         def forward(rings: Rings, results: Leaves, now: Now) -> tuple[Leaves, Leaves]:
             piece, chunk = at_index(pieces, now["F.microbatch"]), now["F.chunk"]
             stage = stages[chunk]
-            start = lambda: [*parts.pre(outer, piece), *zeros(parts.outputs)]  # noqa: E731
-            arrived = lambda: read(rings["input"], now["input.read.F"])  # noqa: E731
+            start = lambda: sending.placed([*parts.pre(outer, piece), *zeros(parts.outputs)])  # noqa: E731
+            arrived = lambda: sending.placed(read(rings["input"], now["input.read.F"]))  # noqa: E731
             made = either(stage == 0, start, arrived, skip=self.skip)
-            made = self.work.forward(at_index(rows, chunk), outer, piece, stage, made)
+            made = sending.placed(self.work.forward(at_index(rows, chunk), outer, piece, stage, made))
             add = lambda: jax.tree.map(jnp.add, results, self.objective(outer, piece, made)[1])  # noqa: E731
             return made, either(stage == last, add, lambda: results, skip=self.skip)
 
         def tick(state: tuple[Rings, Leaves], now: Now) -> tuple[tuple[Rings, Leaves], None]:
             rings, results = state
-            work, idle = lambda: forward(rings, results, now), lambda: (zeros(message), results)
+            work, idle = lambda: forward(rings, results, now), lambda: (sending.zeros(), results)
             sent, results = either(now["F.microbatch"] >= 0, work, idle, skip=self.skip)
             for channel in self.ticks.channels:
-                rings = deliver(channel, packing, sent, rings, now, ring="input")
+                rings = deliver(channel, sending, sent, rings, now, ring="input")
             return (rings, results), None
 
-        start = ({"input": make_ring(message, slots=self.ticks.num_slots)}, zeros(shapes))
+        start = ({"input": sending.ring(slots=self.ticks.num_slots)}, zeros(shapes))
         (_, results), _ = jax.lax.scan(tick, start, by_rank(self.ticks.arrays(), rank))
         return results

@@ -43,7 +43,7 @@ class Executor:
         chosen: what has gradients.
         objective: (outer, piece, message) -> ((total, per_microbatch), all results); the head and the loss.
         skip: branch around idle slots; else compute and discard.
-        alone: as for `Packing`.
+        split: whether the compiler may split messages over mesh axes of its own.
         inside: update rings within the branches, else outside; the same values.
     """
 
@@ -54,7 +54,7 @@ class Executor:
     chosen: Chosen
     objective: Callable[[Leaves, Leaves, Leaves], tuple[tuple[Any, Any], Leaves]]
     skip: bool
-    alone: bool
+    split: bool
     inside: bool
 
     def gradients(
@@ -84,8 +84,8 @@ class Executor:
     def _rings(self) -> Rings:
         size = lambda name: self.lowered.buffer(name).size  # noqa: E731
         rings = {
-            self.input_ring: make_ring(self.parts.message, slots=size(self.input_ring)),
-            "cotangent": make_ring(self.cotangent, slots=size("cotangent")),
+            self.input_ring: self.packing("F").ring(slots=size(self.input_ring)),
+            "cotangent": self.packing("B").ring(slots=size("cotangent")),
         }
         if not self.passes.keeps_input:
             rings["residual_input"] = make_ring(self.passes.saved, slots=size("residual_input"))
@@ -113,7 +113,14 @@ class Executor:
 
     def packing(self, kind: str) -> Packing:
         """How activations ("F") or cotangents ("B") travel."""
-        return Packing(value=self.parts.message if kind == "F" else tuple(self.cotangent), alone=self.alone)
+        return packing(self.parts, None if kind == "F" else self.chosen.message, split=self.split)
+
+
+def packing(parts: Parts, chosen: tuple[bool, ...] | None, *, split: bool) -> Packing:
+    """How the messages of a cut loss travel, or what is chosen of them."""
+    chosen = (True,) * len(parts.message) if chosen is None else chosen
+    specs = tuple(chosen_of(parts.message_specs, chosen)) if split else None
+    return Packing(value=tuple(chosen_of(parts.message, chosen)), specs=specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +145,7 @@ class _Tick:
     def _when(self, kind: str, work: Any, rings: Rings, sums: Sums, now: Now) -> tuple[Rings, Sums, Leaves]:
         """Runs an action in the ticks in which this rank has one."""
         of, active = self.of, now[f"{kind}.microbatch"] >= 0
-        nothing = zeros(of.parts.message if kind == "F" else of.cotangent)
+        nothing = of.packing(kind).zeros()
         written = lambda rings, values: {  # noqa: E731
             name: write(ring, values[name], now[f"{name}.write.{kind}"]) if name in values else ring
             for name, ring in rings.items()
@@ -166,16 +173,18 @@ class _Tick:
         of, chunk = self.of, now["F.chunk"]
         stage, piece = self.stages[chunk], self._piece(now["F.microbatch"])
         is_first, is_last = stage == 0, stage == len(of.partition.counts) - 1
-        first = lambda: [*of.parts.pre(self.outer, piece), *zeros(of.parts.outputs)]  # noqa: E731
-        arrived = lambda: read(rings[of.input_ring], now[f"{of.input_ring}.read.F"])  # noqa: E731
+        placed = of.packing("F").placed
+        first = lambda: placed([*of.parts.pre(self.outer, piece), *zeros(of.parts.outputs)])  # noqa: E731
+        arrived = lambda: placed(read(rings[of.input_ring], now[f"{of.input_ring}.read.F"]))  # noqa: E731
         message = self._either(is_first, first, arrived)
         made, saved = of.passes.forward(self._chunk(chunk), self.outer, piece, stage, message)
+        made = placed(made)
 
         def head() -> tuple[Leaves, Leaves, Leaves]:
             with jax.named_scope("head"):
                 return self._head(piece, made, sums)
 
-        skipped = lambda: (zeros(of.cotangent), sums["outer"], sums["results"])  # noqa: E731
+        skipped = lambda: (of.packing("B").zeros(), sums["outer"], sums["results"])  # noqa: E731
         cotangent, outer, results = self._either(is_last, head, skipped)
         values: Rings = {"cotangent": cotangent}
         if of.passes.keeps_input:
@@ -198,7 +207,11 @@ class _Tick:
             objective, chosen_of(self.outer, chosen.outer), chosen_of(message, chosen.message), has_aux=True
         )
         grads, cotangent = pull(self.scales)
-        return cotangent, _added(sums["outer"], grads), jax.tree.map(jnp.add, sums["results"], results)
+        return (
+            self.of.packing("B").placed(cotangent),
+            _added(sums["outer"], grads),
+            jax.tree.map(jnp.add, sums["results"], results),
+        )
 
     def _backward(self, rings: Rings, sums: Sums, now: Now, active: Any) -> tuple[Rings, Sums, Leaves]:
         of, chunk = self.of, now["B.chunk"]
@@ -207,7 +220,7 @@ class _Tick:
         saved = read(rings[kept], now[f"{kept}.read.B"])
         cotangent = read(rings["cotangent"], now["cotangent.read.B"])
         rows, outer, returned = of.passes.backward(self._chunk(chunk), self.outer, piece, stage, saved, cotangent)
-        outer = _added(sums["outer"], outer)
+        outer, returned = _added(sums["outer"], outer), of.packing("B").placed(returned)
 
         def embedding() -> Leaves:
             with jax.named_scope("embedding"):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec as P
 
 from shardlib.pipeline.stack import Stacked
 
@@ -33,6 +34,8 @@ class Parts:
         post: (outer, piece, carry, outputs of all layers along dim 0) -> the loss's results; head and loss.
         carry: the carry as abstract arrays.
         outputs: the outputs of all layers as abstract arrays [L, ...].
+        carry_specs: how the model places each carry over mesh axes that the compiler manages; whole where it does not
+            say.
         where: the scan or the markers that were cut, with the model's line.
         flops: FLOPs of matrix products in pre, one block, post and side, forward.
     """
@@ -46,6 +49,7 @@ class Parts:
     post: Callable[[Leaves, Leaves, Leaves, Leaves], Leaves]
     carry: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
+    carry_specs: tuple[P, ...] = ()
     where: str = "by hand"
     flops: tuple[int, int, int, int] = (0, 0, 0, 0)
 
@@ -53,6 +57,12 @@ class Parts:
     def message(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """What travels from stage to stage: the carry, and the outputs of all layers so far."""
         return (*self.carry, *self.outputs)
+
+    @property
+    def message_specs(self) -> tuple[P, ...]:
+        """How the arrays of a message are placed."""
+        carry = self.carry_specs or (P(),) * len(self.carry)
+        return (*carry, *(P() for _ in self.outputs))
 
     @property
     def message_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """The forward and the backward pass of a virtual stage, and what is kept between them.
 
-In: a `StageWork`. Out: `Passes`: either the stage's input is kept and its forward pass repeated, or what the backward
-pass reads is kept and no forward pass is repeated.
+In: a `StageWork`. Out: `Passes`: either the stage's input is kept and its whole forward pass repeated, or what the
+policy of its layers keeps, and each layer repeats what that leaves out.
 
     passes = recomputing(work, chosen)
     passes = storing(work, chosen, like=(rows, outer, piece, stage, message))
@@ -62,7 +62,7 @@ def merged(chosen: Sequence[Any], leaves: Sequence[Any], mask: Sequence[bool]) -
 
 
 def recomputing(work: StageWork, chosen: Chosen) -> Passes:
-    """Keeps the input of the stage; the backward pass runs the stage again."""
+    """Keeps the input of the stage; the backward pass runs the stage again, with all its layers' residuals at once."""
 
     def forward(rows: Leaves, outer: Leaves, piece: Leaves, stage: Any, message: Leaves) -> tuple[Leaves, Leaves]:
         return work.forward(rows, outer, piece, stage, message), []

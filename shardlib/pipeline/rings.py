@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
 
 Leaves = list[Any]
 
@@ -49,12 +50,29 @@ class Packing:
 
     Args:
         value: the arrays of one message, abstract.
-        alone: send the largest array of every dtype as it is: flattening an array that the compiler splits over
-            another mesh axis would gather it.
+        specs: where each array is placed over mesh axes that the compiler manages; None where there are none. Then
+            the largest array of every dtype travels as it is, for flattening it would gather it.
     """
 
     value: tuple[Any, ...]
-    alone: bool
+    specs: tuple[P, ...] | None
+
+    def placed(self, value: Leaves) -> Leaves:
+        """The arrays where they belong, so that both branches of a conditional agree."""
+        if self.specs is None:
+            return value
+        return [jax.lax.with_sharding_constraint(leaf, spec) for leaf, spec in zip(value, self.specs, strict=True)]
+
+    def ring(self, *, slots: int) -> Leaves:
+        """A ring for such messages."""
+        ring = make_ring(self.value, slots=slots)
+        if self.specs is None:
+            return ring
+        return [jax.lax.with_sharding_constraint(leaf, P(None, *spec)) for leaf, spec in zip(ring, self.specs)]
+
+    def zeros(self) -> Leaves:
+        """A message of zeros."""
+        return self.placed(zeros(self.value))
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
@@ -62,7 +80,7 @@ class Packing:
         groups: list[tuple[int, ...]] = []
         for dtype in dict.fromkeys(leaf.dtype for leaf in self.value):
             positions = [i for i, leaf in enumerate(self.value) if leaf.dtype == dtype]
-            if self.alone:
+            if self.specs is not None:
                 largest = max(positions, key=lambda i: math.prod(self.value[i].shape))
                 groups.append((largest,))
                 positions.remove(largest)

@@ -2,7 +2,7 @@
 
 In: `Parts`, a partition, a policy. Out: functions of (rows, outer, piece, stage number, message).
 
-    work = StageWork(parts=parts, partition=partition, policy=parse_policy("full"), skip=True)
+    work = StageWork(parts=parts, partition=partition, policy=parse_policy("dots"), skip=True)
     message = work.forward(rows, outer, piece, stage, message)
 """
 
@@ -24,7 +24,7 @@ class StageWork:
     Args:
         parts: the cut loss.
         partition: layers per virtual stage.
-        policy: what a layer stores within the stage's own backward pass ("full": the stage stores its input alone).
+        policy: what a layer stores for its backward pass.
         skip: where stages are uneven, branch around missing layers; else compute and discard.
     """
 
@@ -76,7 +76,7 @@ class StageWork:
         return [*carry, *outputs]
 
     def _block(self) -> Any:
-        if self.policy.kind in ("full", "none"):
+        if self.policy.kind == "none":
             return self.parts.block
         return jax.checkpoint(self.parts.block, policy=self.policy.saveable(), prevent_cse=False)
 
