@@ -20,6 +20,8 @@ from jax.sharding import PartitionSpec as P
 from meshes.build import make_mesh, shape_of
 from meshes.errors import ShardingError, raise_collected
 from shardlib import batch_spec as batches
+from shardlib.audit.divergence import check_no_divergence
+from shardlib.audit.hlo import parse
 from shardlib.binding import Bound
 from shardlib.gradients import StepSpecs, gradient_function, staged_evaluation
 from shardlib.objective import Metrics, Sums
@@ -103,9 +105,13 @@ class Trainer:
 
     @property
     def compiled(self) -> Any:
-        """The compiled train step (`jax.stages.Compiled`), compiled on first use and never again."""
+        """The compiled train step (`jax.stages.Compiled`), compiled on first use and never again.
+
+        Raises:
+            ShardingError: a pipeline whose program would hang; see `audit.divergence`.
+        """
         if self._train is None:
-            self._train = self.lowered.compile()
+            self._train = self._checked(self.lowered.compile())
         return self._train
 
     @property
@@ -251,7 +257,10 @@ class Trainer:
                 out_shardings=NamedSharding(self.mesh, P()),
             )
             state, batch = self.abstract_state, _with_shardings(batches.abstract(spec), placed)
-            self._evals[key] = (self._lower(jitted, state.params, batch, state.collections).compile(), placed)
+            self._evals[key] = (
+                self._checked(self._lower(jitted, state.params, batch, state.collections).compile()),
+                placed,
+            )
         return self._evals[key]
 
     def _staged_evaluation(self, spec: Any, placed: Any, *, num_microbatches: int | None = None) -> Any:
@@ -268,6 +277,12 @@ class Trainer:
             if BATCH in leaf.axes and path in given and len(np.shape(given[path])) == len(leaf.shape):
                 return batches.resized(spec, batch=np.shape(given[path])[leaf.axes.index(BATCH)])
         return spec
+
+    def _checked(self, compiled: Any) -> Any:
+        plan = self.bound.plan
+        if plan.is_pipeline and plan.idle == "skip":
+            check_no_divergence(parse(compiled.as_text()), plan.mesh)
+        return compiled
 
     def _lower(self, jitted: Any, *arguments: Any) -> Any:
         # A mesh that the caller has set, perhaps with Explicit axes, must not reach the trace.
