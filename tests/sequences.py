@@ -95,7 +95,7 @@ def alone(operands: Any, **options) -> dict[str, jax.Array]:
 
 @jax.jit
 def _alone(query, key, value, out, mask):
-    return with_gradients(lambda *operands: masked(*operands, mask), query, key, value, out)
+    return with_gradients(lambda query, key, value: masked(query, key, value, mask), query, key, value, out)
 
 
 def run(function: Any, *operands: Any) -> Any:
