@@ -1,4 +1,4 @@
-"""Every example of the README and docs/ runs: python blocks in one process per file, console lines one by one.
+"""Every example of the READMEs and docs/ runs: python blocks in one process per file, console lines one by one.
 
 A ```text block right after a ```python block is what it prints.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([ROOT / "README.md", ROOT / "shardlib/pipeline/README.md", *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 NOT_RUN = ("pip install",)  # the environment of the tests is the installation
 
@@ -35,7 +35,7 @@ def run(command: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("page", PYTHON, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PYTHON, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_blocks_run_and_print_what_the_page_says(page, tmp_path):
     found = blocks(page)
     for index, (kind, body) in enumerate(found):
