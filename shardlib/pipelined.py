@@ -314,7 +314,9 @@ class _Core:
         shard = jax.lax.axis_index(layout.axes) if layout.axes else 0
         sizes = {"num_microbatches": layout.num_microbatches, "num_slices": layout.num_slices}
         pieces = cut_batch(batch, layout.batch_dims, **sizes)
-        keys = part_keys(rng, first=shard * layout.num_microbatches * layout.num_slices, **sizes)
+        keys = (
+            None if rng is None else part_keys(rng, first=shard * layout.num_microbatches * layout.num_slices, **sizes)
+        )
         part = over_slices(self.loss, layout.num_slices, ())
         total = summed_weights(part, self._params(), pieces, keys).summed(layout.axes)
         cut = self._cut(part, pieces, keys)

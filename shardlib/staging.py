@@ -6,6 +6,7 @@ In: a loss, its plan, abstract parameters. Out: `Staging`, which stores and rest
     stored = staging.store(params)    # rows in the order of the ranks, padded where stages are uneven
 """
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,9 +31,10 @@ from shardlib.pipeline.partition import NO_LAYER, Partition
 from shardlib.pipeline.parts import Parts
 from shardlib.pipeline.schedules import ALL
 from shardlib.pipeline.table import BACKWARD, FORWARD, Table
-from shardlib.place import active
+from shardlib.place import active, structure_error
 from shardlib.plan import STAGE, Plan
 from shardlib.slices import BATCH
+from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, Resolution, entry_of
 from shardlib.strategies import DATA_LIKE
 from shardlib.tree_paths import leaves_with_paths
@@ -191,13 +193,34 @@ def abstract_part(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any) 
     return lambda params, piece: part(params, *piece, None), params, (piece, key)
 
 
+def given(tree: Any, specs: Any, mesh: MeshShape) -> Resolution:
+    """Specs that somebody decided, as a `Resolution`.
+
+    Raises:
+        ShardingError: another structure than the tree's, or a spec longer than its array has dims.
+    """
+    if jax.tree.structure(specs, is_leaf=is_spec) != jax.tree.structure(tree):
+        raise structure_error(jax.tree.map(lambda _: 0, specs, is_leaf=is_spec), tree)
+    entries = []
+    for (path, leaf), spec in zip(leaves_with_paths(tree), jax.tree.leaves(specs, is_leaf=is_spec), strict=True):
+        if len(spec) > len(leaf.shape):
+            raise ShardingError(f"{path} has {len(leaf.shape)} dims and the spec {spec}", fix="one entry per dim")
+        decisions = tuple(
+            Decision(dim=dim, name=None, size=size, mesh_axes=axes_of(entry), reason="given")
+            for dim, (size, entry) in enumerate(itertools.zip_longest(leaf.shape, spec))
+        )
+        names = (None,) * len(leaf.shape)
+        entries.append(entry_of(path, leaf.shape, str(leaf.dtype), names, decisions, mesh))
+    return Resolution(specs=specs, entries=tuple(entries), notices=())
+
+
 def place_on_stages(found: Resolution, staging: Staging, mesh: MeshShape) -> Resolution:
     """Specs in which layers are split over stages, and every other parameter is stored in parts over them."""
     entries = [
         _layers(entry, staging, staging.dims[position], mesh) if position in staging.dims else _spread(entry, mesh)
         for position, entry in enumerate(found.entries)
     ]
-    treedef = jax.tree.structure(found.specs, is_leaf=lambda node: isinstance(node, jax.sharding.PartitionSpec))
+    treedef = jax.tree.structure(found.specs, is_leaf=is_spec)
     return replace(found, specs=jax.tree.unflatten(treedef, [e.spec for e in entries]), entries=tuple(entries))
 
 

@@ -1,4 +1,10 @@
-"""Pipeline schedules as values: tables, their proofs, simulation, lowering, synthesis. Imports no JAX."""
+"""Pipeline schedules as values: tables, their proofs, simulation, lowering, synthesis; and the transform.
+
+Importing this imports no JAX; what needs it loads on first use (PEP 562).
+"""
+
+import importlib
+from typing import Any
 
 from meshes.errors import ShardingError
 from shardlib.pipeline.compare import Comparison, compare
@@ -19,15 +25,31 @@ __all__ = [
     "Comparison",
     "Costs",
     "Lowered",
+    "Parts",
     "Placement",
     "ShardingError",
     "Simulation",
     "Synthesis",
     "Table",
     "build",
+    "check_no_divergence",
     "compare",
     "lower",
     "simulate",
     "synthesize",
+    "value_and_grad",
     "verify",
 ]
+
+
+_LAZY = {
+    "Parts": "shardlib.pipeline.parts",
+    "check_no_divergence": "shardlib.audit.divergence",
+    "value_and_grad": "shardlib.value_and_grad",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'shardlib.pipeline' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,139 @@
+"""The pipeline transform for somebody's own train step: `value_and_grad`.
+
+In: a loss, a mesh with a stage axis, a schedule. Out: a function with the meaning of `jax.value_and_grad` of the whole
+batch's loss, for parameters in the model's own form.
+
+    value_and_grad = shardlib.pipeline.value_and_grad(loss, mesh=mesh, num_microbatches=8, specs=specs)
+    value, grads = value_and_grad(params, batch, rng)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from meshes.build import shape_of
+from meshes.errors import ShardingError
+from shardlib.annotate import LAYERS
+from shardlib.batch_spec import ArraySpec
+from shardlib.gradients import StepSpecs, gradient_function
+from shardlib.objective import LossFunction
+from shardlib.plan import STAGE, Plan
+from shardlib.rules import Rules
+from shardlib.slices import BATCH
+from shardlib.spec_axes import is_spec
+from shardlib.specs import Resolution, array_leaves, resolve
+from shardlib.staging import Staging, given, place_on_stages, stage_model
+from shardlib.strategies import DATA_LIKE, default_rules
+
+
+def value_and_grad(
+    loss: LossFunction,
+    *,
+    mesh: Mesh,
+    num_microbatches: int,
+    schedule: str | None = None,
+    chunks: int | None = None,
+    rules: Rules | None = None,
+    specs: Any = None,
+    batch_spec: Any = None,
+    residuals: str | None = None,
+    idle: Any = None,
+    random_slices: int | None = None,
+    has_aux: bool = False,
+) -> Callable[..., tuple[Any, Any]]:
+    """Turns a loss into its value and gradients over all microbatches, by a pipeline schedule in one program.
+
+    Args:
+        loss: `(params, batch, rng) -> scalar | Loss`, of a model with layers under a scan or between
+            `layer_boundary` markers.
+        mesh: with a stage axis; its data-like axes divide the batch, the others are left to the compiler.
+        num_microbatches: parts of each data shard's rows.
+        schedule, chunks, residuals, random_slices: as in a `Plan`.
+        rules: logical to mesh axes, for the constraints inside the model and for `specs`.
+        specs: a tree of `PartitionSpec` of the parameters over the other mesh axes. None takes them from the logical
+            axes that the parameters carry (NNX variables, boxes) or that the rules' patterns name.
+        batch_spec: a pytree of `ArraySpec`; None takes dim 0 of every input as its batch dim.
+        idle: as in a `Plan`. None skips idle slots, unless the mesh has axes that are left to the compiler: nobody
+            looks at the compiled program here, and in branches the compiler's own moves would hang it. Then it is
+            "mask"; `audit.divergence` tells whether "skip" is safe.
+        has_aux: return `((value, metrics), grads)`.
+
+    Returns:
+        `(params, batch, rng=None) -> (value, grads)`, jitted; gradients are float32, in the structure and shapes of
+        the parameters. Layers move to their stages and back in every call: a `Trainer` stores them there.
+
+    Raises:
+        ShardingError: a mesh without stages; on the first call, a loss that cannot be cut.
+
+    Example:
+        >>> mesh = shardlib.make_mesh("stage=4,data=2")
+        >>> step = shardlib.pipeline.value_and_grad(loss, mesh=mesh, num_microbatches=8, specs=specs)
+    """
+    shape = shape_of(mesh)
+    if STAGE not in shape.names or shape.size(STAGE) == 1:
+        raise ShardingError(f"mesh {shape} has no stage axis of more than one stage", fix="name stage=N in the mesh")
+    others = [axis for axis in shape.names if axis not in (STAGE, *DATA_LIKE) and shape.size(axis) > 1]
+    plan = Plan(
+        mesh=shape,
+        rules=rules or default_rules(),
+        schedule=schedule,
+        chunks=chunks,
+        num_microbatches=num_microbatches,
+        residuals=residuals,
+        random_slices=random_slices,
+        idle=idle or ("mask" if others else "skip"),
+    )
+
+    def run(params: Any, batch: Any, rng: Any) -> tuple[Any, Any]:
+        found = _batch_spec(batch) if batch_spec is None else batch_spec
+        staging, resolution = _staged(loss, plan, params, specs, found)
+        place = lambda tree, wanted: jax.lax.with_sharding_constraint(  # noqa: E731
+            tree, jax.tree.map(lambda spec: NamedSharding(mesh, spec), wanted, is_leaf=is_spec)
+        )
+        step = StepSpecs(
+            params=resolution.specs,
+            grads=resolution.specs,
+            batch=resolve(found, plan.rules, mesh).specs,
+            batch_spec=found,
+            staging=staging,
+            abstract_params=jax.eval_shape(lambda tree: tree, params),
+        )
+        gradients = gradient_function(loss, plan, mesh=mesh, specs=step)
+        grads, sums = gradients(place(staging.store(params), resolution.specs), batch, rng, None)
+        metrics = sums.metrics()
+        value = metrics.pop("loss")
+        return ((value, metrics) if has_aux else value), staging.restore(grads)
+
+    jitted = jax.jit(run)
+
+    def call(params: Any, batch: Any, rng: Any = None) -> tuple[Any, Any]:
+        with jax.set_mesh(mesh):
+            return jitted(params, batch, rng)
+
+    return call
+
+
+def _staged(loss: LossFunction, plan: Plan, params: Any, specs: Any, batch_spec: Any) -> tuple[Staging, Resolution]:
+    """The model on its stages, and the specs of its stored parameters."""
+    abstract = jax.eval_shape(lambda tree: tree, params)
+    leaves = array_leaves(params)
+    named = tuple(i for i, leaf in enumerate(leaves) if leaf.names and LAYERS in leaf.names)
+    staging = stage_model(loss, plan, abstract, batch_spec, named)
+    stored = staging.stored_shapes(abstract)
+    resolution = resolve(stored, plan.placement_rules, plan.mesh) if specs is None else given(stored, specs, plan.mesh)
+    return staging, place_on_stages(resolution, staging, plan.mesh)
+
+
+def _batch_spec(batch: Any) -> Any:
+    """Every input with its dim 0 as the batch; scalars are shared by all rows."""
+    return jax.tree.map(
+        lambda leaf: ArraySpec(
+            shape=tuple(jnp.shape(leaf)),
+            dtype=str(jnp.result_type(leaf)),
+            axes=(BATCH, *[None] * (jnp.ndim(leaf) - 1)) if jnp.ndim(leaf) else (),
+        ),
+        batch,
+    )
