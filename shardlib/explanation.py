@@ -17,6 +17,7 @@ import jax
 from meshes.shape import MeshShape
 from shardlib.cost.promises import PromisedCollective
 from shardlib.optimizer_specs import StateEntry
+from shardlib.plan import STAGE
 from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, itemsize
 from shardlib.staging_facts import SEVERAL, Balance, StageFacts, StagingFacts
@@ -224,11 +225,12 @@ def _listed(paths: Sequence[str]) -> tuple[str, str]:
 
 
 def memory_text(facts: StagingFacts) -> str:
-    """`room for 7 microbatches that wait for their backward pass: their inputs, 448.0 KiB on every device`."""
+    """`room for 7 microbatches that wait for their backward pass: the input of every layer of each, 448.0 KiB ...`."""
     text = f"room for {facts.ring_slots} microbatches that wait for their backward pass"
     if facts.ring_bytes is None:
         return f"{text}: what residuals={facts.residuals} stores of each"
-    return f"{text}: their inputs, {bytes_text(facts.ring_bytes)} on every device"
+    kept = "the stage's input" if facts.residuals == STAGE else "the input of every layer"
+    return f"{text}: {kept} of each, {bytes_text(facts.ring_bytes)} on every device"
 
 
 def ticks_text(facts: StagingFacts) -> str:

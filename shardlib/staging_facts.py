@@ -16,11 +16,12 @@ import jax.numpy as jnp
 
 from shardlib.pipeline.lowered import Lowered
 from shardlib.pipeline.partition import Partition
+from shardlib.pipeline.parts import Parts
 from shardlib.pipeline.placement import stages_by_rank
 from shardlib.pipeline.simulate import simulate
 from shardlib.pipeline.stack import Stacked
-from shardlib.plan import Plan
-from shardlib.remat import parse_policy
+from shardlib.plan import STAGE, Plan
+from shardlib.remat import Policy
 from shardlib.staging import Staging, costs_of, shares
 
 SEVERAL: Final = " ... "
@@ -88,8 +89,9 @@ class StagingFacts:
         stages: one entry per rank.
         num_chunks, num_microbatches, num_ticks: of the schedule.
         schedule: its name.
-        residuals, ring_slots, ring_bytes: what waits for the backward pass; slots of the ring that every rank
-            allocates for it, and their bytes (None where residuals are stored: the compiled program says those).
+        residuals: what waits for the backward pass: "stage" (a stage's input), or a policy's text.
+        ring_slots, ring_bytes: slots of the ring that every rank has for it, and their bytes; None for policies whose
+            bytes only the compiled program tells.
         bubble_fraction: idle share of a step in lockstep, under costs by matrix products.
         free_bubble_fraction: the same if every rank went on as soon as it could.
         message_bytes_per_device: sent by the busiest device in one step.
@@ -174,8 +176,9 @@ def staging_facts(staging: Staging, plan: Plan, params: Any) -> StagingFacts:
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
     per_layer = sum(sizes[leaf] for kind in parts.stacked for leaf in kind.leaves) // parts.num_layers
     lockstep = simulate(lowered.table, costs, lockstep=True, idle=plan.idle, form=lowered.ticks.form)
-    policy = parse_policy(plan.residuals or "full")
-    ring = lowered.buffer("saved_input" if policy.kind == "full" else "residual_input")
+    policy = plan.kept_residuals
+    ring = lowered.buffer("saved_input" if policy is None else "residual_input")
+    each = _kept_bytes(parts, partition, policy)
     backward = [leaf for leaf in parts.message if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     cotangent_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in backward)
     loads = partition.loads(**share)
@@ -211,9 +214,9 @@ def staging_facts(staging: Staging, plan: Plan, params: Any) -> StagingFacts:
         num_microbatches=plan.num_microbatches,
         num_ticks=lowered.num_ticks,
         schedule=lowered.table.name,
-        residuals=str(policy),
+        residuals=STAGE if policy is None else str(policy),
         ring_slots=ring.size,
-        ring_bytes=ring.size * parts.message_bytes if policy.kind == "full" else None,
+        ring_bytes=None if each is None else ring.size * each,
         bubble_fraction=lockstep.bubble_fraction,
         free_bubble_fraction=simulate(lowered.table, costs).bubble_fraction,
         message_bytes_per_device=_most_sent(lowered, {"F": parts.message_bytes, "B": cotangent_bytes}),
@@ -222,6 +225,14 @@ def staging_facts(staging: Staging, plan: Plan, params: Any) -> StagingFacts:
         num_rows=len(partition.rows),
         padded_parameters=stored_once // parts.num_layers * padding,
     )
+
+
+def _kept_bytes(parts: Parts, partition: Partition, policy: Policy | None) -> int | None:
+    """What one chunk keeps of one microbatch: its input, or the carry into each of its layers."""
+    if policy is None:
+        return parts.message_bytes
+    carry = sum(leaf.size * leaf.dtype.itemsize for leaf in parts.carry)
+    return partition.most * carry if policy.kind == "full" else None
 
 
 def _kind_text(kind: Stacked, paths: Sequence[str]) -> str:

@@ -58,7 +58,7 @@ Chunks = Annotated[
 ]
 Residuals = Annotated[
     str | None,
-    typer.Option(metavar="POLICY", help="What a stage keeps: full (its input), none (all), dots, names:A,B."),
+    typer.Option(metavar="POLICY", help="What a stage keeps: full (layers' inputs), stage (its own), none, dots..."),
 ]
 Idle = Annotated[Literal["skip", "mask"] | None, typer.Option(help="Idle slots of a pipeline: branch, or mask.")]
 Balance = Annotated[

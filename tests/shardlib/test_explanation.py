@@ -103,7 +103,8 @@ def test_a_pipeline_in_numbers():
     assert found.message == ("float32[1, 16, 32]",)
     assert found.message_bytes == found.cotangent_bytes == 4 * 16 * 32
     assert [stage.live_microbatches for stage in found.stages] == [7, 5, 3, 1]  # 2p-1 in a tick with F and B
-    assert found.ring_bytes == 7 * found.message_bytes
+    assert found.ring_bytes == 7 * 2 * found.message_bytes  # the inputs of two layers
+    assert staged("stage=4,data=2", residuals="stage").pipeline.ring_bytes == 7 * found.message_bytes
     assert found.num_ticks == 8 + 2 * (4 - 1)
     # Ranks inside the line take part in permutes both ways; each way runs while some microbatch is under way.
     assert found.num_permutes == 2 * 10
