@@ -1,13 +1,18 @@
-"""Devices for a mesh: the real ones or emulated CPU devices. The only caller of `jax.devices()`.
+"""Devices for a mesh: real ones, emulated CPU devices, or those of a described TPU. The only caller of `jax.devices()`.
 
-In: how many are needed and of which kind. Out: JAX devices, or an error that says how to get enough.
+In: how many are needed and of which kind, or the name of a topology. Out: JAX devices, or an error that says how to
+get them.
 
-    find(8, kind="cpu")    # eight emulated CPU devices in this process
+    find(8, kind="cpu")         # eight emulated CPU devices in this process
+    compile_only("v5p:4x4x4")   # 64 devices that programs can be compiled for, and not run on
 """
 
+import importlib.util
+import os
 from typing import Any, Literal, get_args
 
 import jax
+from jax.experimental import topologies
 
 from meshes.errors import ShardingError, nearest
 
@@ -53,3 +58,29 @@ def _request_cpu_devices(num_devices: int) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def compile_only(topology: str, *, num_slices: int = 1) -> list[Any]:
+    """Devices of a TPU that need not be there: the real compiler makes programs for them.
+
+    A crash of the compiler ends the process, so compile in a child process.
+
+    Args:
+        topology: chip and torus, such as `"v5p:4x4x4"`, `"v5e:4x4"`, `"v6e:16x16"`.
+        num_slices: slices of that shape.
+
+    Raises:
+        ShardingError: libtpu is not installed, or it does not know the topology.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ShardingError("compiling for a TPU needs libtpu", fix="pip install 'jax[tpu]'")
+    # Without these, libtpu asks a metadata server that is not there, and lets one process at a time load it.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    options = {"num_slices": num_slices} if num_slices > 1 else {}
+    try:
+        return list(topologies.get_topology_desc(topology, platform="tpu", **options).devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise ShardingError(
+            f"topology {topology!r} cannot be described: {error}", fix='write a chip and a torus, as in "v5p:4x4x4"'
+        ) from None

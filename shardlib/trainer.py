@@ -35,6 +35,9 @@ from shardlib.step import TrainState, eval_step, train_step
 from shardlib.trainable import Predicate, mask_from, split
 from shardlib.tree_paths import leaves_with_paths
 
+# On TPU a gather that feeds a product becomes a chain of permutes, which the branches of a pipeline must not hold.
+_NO_WINDOWS = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000"}
+
 
 class Trainer:
     """Runs a bound model: one executable for all train steps, one for all eval steps.
@@ -111,7 +114,7 @@ class Trainer:
             ShardingError: a pipeline whose program would hang; see `audit.divergence`.
         """
         if self._train is None:
-            self._train = self._checked(self.lowered.compile())
+            self._train = self._compile(self.lowered)
         return self._train
 
     @property
@@ -173,9 +176,10 @@ class Trainer:
         if state is not self._last_state:
             _check_fits(state, self.abstract_state)
             state = place(state, self.state_shardings)
+        placed = self._placed_batch(batch, self.bound.batch_spec, self.batch_shardings)
         if self._to_check:
             self._check_separable(state.params, batch)
-        state, metrics = self.compiled(state, self._placed_batch(batch, self.bound.batch_spec, self.batch_shardings))
+        state, metrics = self.compiled(state, placed)
         self._last_state = state
         return state, metrics
 
@@ -278,10 +282,13 @@ class Trainer:
                 return batches.resized(spec, batch=np.shape(given[path])[leaf.axes.index(BATCH)])
         return spec
 
-    def _checked(self, compiled: Any) -> Any:
+    def _compile(self, lowered: Any) -> Any:
         plan = self.bound.plan
-        if plan.is_pipeline and plan.idle == "skip":
-            check_no_divergence(parse(compiled.as_text()), plan.mesh)
+        if not (plan.is_pipeline and plan.idle == "skip"):
+            return lowered.compile()
+        on_tpu = self.mesh.devices.flat[0].platform == "tpu"
+        compiled = lowered.compile(compiler_options=_NO_WINDOWS if on_tpu else None)
+        check_no_divergence(parse(compiled.as_text()), plan.mesh)
         return compiled
 
     def _lower(self, jitted: Any, *arguments: Any) -> Any:
