@@ -261,10 +261,8 @@ class Trainer:
                 out_shardings=NamedSharding(self.mesh, P()),
             )
             state, batch = self.abstract_state, _with_shardings(batches.abstract(spec), placed)
-            self._evals[key] = (
-                self._checked(self._lower(jitted, state.params, batch, state.collections).compile()),
-                placed,
-            )
+            lowered = self._lower(jitted, state.params, batch, state.collections)
+            self._evals[key] = (self._compile(lowered), placed)
         return self._evals[key]
 
     def _staged_evaluation(self, spec: Any, placed: Any, *, num_microbatches: int | None = None) -> Any:
