@@ -91,12 +91,16 @@ def explain(
         note(f"{model} has no logical axes. Save these patterns, correct them, and pass them with --rules FILE:")
         print_json({"proposal": text}) if json else typer.echo(text, nl=False)
         return
+    said: list[str] = []
     if "num_microbatches" not in changes and plan is None:
-        plans = [with_microbatches(one, spec) for one in plans]
+        counted = [with_microbatches(one, spec) for one in plans]
+        plans, said = [one for one, _ in counted], [line for _, lines in counted for line in lines]
     with stdout_for_results():
         found = [
             explained(bind_model(loaded, plan=one, batch_spec=spec), chosen_optimizer, name=optimizer) for one in plans
         ]
+    for line in said:
+        note(line)
     if json:
         print_json(found[0].to_json() if versus is None else {"versus": [one.to_json() for one in found]})
     elif versus is None:

@@ -17,7 +17,7 @@ from shardlib.cli.options import (
     learning_rate,
     whole_number,
 )
-from shardlib.cli.output import CheckFailed, print_json, stdout_for_results
+from shardlib.cli.output import CheckFailed, note, print_json, stdout_for_results
 from shardlib.cli.plan_options import (
     Balance,
     Chunks,
@@ -151,10 +151,11 @@ def _train(
     )
     run_of.check()
     chosen = with_sizes(chosen, session["devices"])
-    if count_microbatches:
-        chosen = with_microbatches(chosen, run_of.batch_spec)
+    chosen, said = with_microbatches(chosen, run_of.batch_spec) if count_microbatches else (chosen, ())
     with stdout_for_results():
         main = run_of.bind(chosen)
+        for line in said:
+            note(line)
         run = run_of.train(main, steps)
         result = run_of.summary(main, run)
         if oracle:

@@ -112,7 +112,7 @@ def test_options(cli, arguments, parts):
         ("data=0", ["size 0 of axis 'data' is not positive"]),
         ("tensor=99999999", ["needs 99999999 devices, above the limit"]),
         ("datta=2", ["no rule uses the axis 'datta' (did you mean 'data'?)", "2 devices would do the same work"]),
-        ("data=2,stage=2", ["no rule uses the axis 'stage'", "leave 'stage' out"]),
+        ("data=2,stage=2", ["no layers to stage", "no loop at all", "layer_boundary(x)"]),
         ("data=3", ["'batch': size 16 not divisible by data=3", "fix: --batch 15"]),
     ],
 )

@@ -95,7 +95,7 @@ def test_explain_says_what_was_cut_and_what_it_costs(staged):
         "side inputs none",
         "what comes before the layers costs 0.00 layers, what comes after them 8.00",
         "balance even: largest load 3.00 of the mean, the least there can be",
-        "memory room for 7 microbatches that wait for their backward pass: the input of every layer of each, 28.0 KiB on",
+        "for 7 microbatches that wait for their backward pass: the input of every layer of each, 28.0 KiB on every",
         "ticks 14; stages are idle",
         "3 3 9.00 256 1",
     ):
