@@ -32,7 +32,6 @@ def loss_of(coefficient, *, main=1.0):
     return loss
 
 
-@pytest.mark.newest
 def test_moe_01_the_same_for_all_numbers_of_stages():
     plans = [{"mesh": "data=1"}, {"mesh": "stage=2"}, {"mesh": "stage=4"}]
     runs = [gradient(loss_of(0.1), {"x": X}, value=VALUE, num_microbatches=4, **plan) for plan in plans]
