@@ -55,7 +55,7 @@ class Costs:
         return Load(tokens=tokens, work=self.pair_seconds * pairs + self.token_seconds * tokens)
 
     def seconds(self, load: "Load", degree: Any) -> Any:
-        """A group's step on `degree` ranks: work / d + sent tokens (d - 1) / d + hops (d - 1). Degrees may be an array."""
+        """A group's step on `degree` ranks: work / d + sent tokens (d - 1) / d + hops (d - 1)."""
         return self.seconds_of(load.tokens, load.work, degree)
 
     def seconds_of(self, tokens: Any, work: Any, degree: Any) -> Any:
@@ -151,7 +151,7 @@ def equal_groups(lengths: Sequence[int], *, degree: int, ranks: int, tokens_per_
     (seconds,), (places,) = problem.dealt(candidate)
     if ranks % degree or seconds == math.inf:
         raise ShardingError(
-            f"groups of {degree} over {ranks} ranks of {tokens_per_rank} tokens do not hold sequences of {list(lengths)}",
+            f"{ranks} ranks of {tokens_per_rank} tokens in groups of {degree} do not hold sequences of {list(lengths)}",
             fix="use plan_groups, whose groups may have unequal sizes",
         )
     members = [tuple(np.flatnonzero(places == at).tolist()) for at in range(ranks // degree)]

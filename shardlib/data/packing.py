@@ -134,8 +134,8 @@ def _dealt(blocks: list[list[Piece]], *, batch: int, ranks: int) -> list[list[Pi
 
 def fill(block: Sequence[Piece], *, length: int) -> dict[str, np.ndarray[Any, Any]]:
     """One block, arrays [length] by name as in `pack`; the pieces one behind the other, then padding."""
-    found = {name: np.zeros(length, np.int32) for name in ("inputs", "targets", "segment_ids", "positions")}
-    found["weights"] = np.zeros(length, np.float32)
+    dtypes = dict.fromkeys(("inputs", "targets", "segment_ids", "positions"), np.int32) | {"weights": np.float32}
+    found: dict[str, np.ndarray[Any, Any]] = {name: np.zeros(length, dtype) for name, dtype in dtypes.items()}
     start = 0
     for number, piece in enumerate(block, start=1):
         end, last_target = start + len(piece.inputs), start + len(piece.following)
