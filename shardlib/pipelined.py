@@ -64,19 +64,20 @@ def pipelined_gradients(
     """
     check_layout(layout, gathered=(*DATA_LIKE, STAGE))
     moves = _Moves(staging=staging, layout=layout)
-    core = _Core(loss=loss, staging=staging, layout=layout, abstract_params=abstract_params, options=options)
+    core = _Core(loss=loss, moves=moves, abstract_params=abstract_params, options=options)
     mesh, axes = layout.mesh, layout.axes
+    held_specs = moves.held_specs(hoisted=moves.hoisted)
 
     def value(params: Any, batch: Any, rng: Any) -> tuple[Any, Sums]:
         leaves = jax.tree.leaves(cast(params, layout.compute_dtype))
-        whole = manual(moves.gather, mesh, (moves.specs,), (moves.row_specs, moves.outer_specs))(leaves)
+        whole = manual(moves.gather, mesh, (moves.specs,), (held_specs, moves.outer_specs))(leaves)
         lead = axes or None
         rows_out, outer_out = P(lead, STAGE), P((STAGE, *axes))
         local = jax.shard_map(
             core,
             mesh=mesh,
             axis_names={STAGE, *axes},
-            in_specs=(P(STAGE), P(), layout.batch, P()),
+            in_specs=([only(spec, (STAGE, *axes)) for spec in held_specs], P(), layout.batch, P()),
             out_specs=(rows_out, outer_out, P()),
             check_vma=False,
         )
@@ -122,14 +123,41 @@ class _Moves:
 
     @property
     def row_specs(self) -> list[P]:
-        """Of each kind of layer parameter, its rows along dim 0."""
-        specs = self.specs
+        """Of each kind of layer parameter, its rows along dim 0, whole along the data-like axes."""
+        return [without(spec, DATA_LIKE) for spec in self.held_specs(hoisted=False)]
+
+    def held_specs(self, *, hoisted: bool) -> list[P]:
+        """Of the rows that the ticks get: gathered before them (hoisted), or by each F and B for itself.
+
+        Layers that are stored one by one are always gathered before.
+        """
         found = []
         for kind in self.parts.stacked:
-            spec = without(specs[kind.leaves[0]], (*DATA_LIKE, STAGE))
+            spec = self.specs[kind.leaves[0]]
+            spec = without(spec, (*DATA_LIKE, STAGE) if hoisted or kind.dim is None else (STAGE,))
             rest = [entry for dim, entry in enumerate(spec) if dim != kind.dim]
             found.append(P(STAGE, *rest))
         return found
+
+    @property
+    def hoisted(self) -> bool:
+        """Whether layers are gathered once per step."""
+        return self.layout.gather == "step"
+
+    def fetch(self, rows: Leaves) -> Leaves:
+        """Rows of one chunk as the ticks hold them, [most, ...], to whole ones, inside the region of the ticks."""
+        if self.hoisted:
+            return rows
+        held = [P(None, *spec[1:]) for spec in self.held_specs(hoisted=False)]
+        automatic = {axis for axis in self.layout.mesh.axis_names if axis not in (STAGE, *self.layout.axes)}
+        gather = lambda rows: [gather_leaf(x, spec, over=DATA_LIKE) for x, spec in zip(rows, held)]  # noqa: E731
+        if not automatic:
+            return gather(rows)
+        rest = [without(spec, DATA_LIKE) for spec in held]
+        mesh = jax.sharding.get_abstract_mesh()
+        return jax.shard_map(
+            gather, mesh=mesh, axis_names=automatic, in_specs=(rest,), out_specs=rest, check_vma=False
+        )(rows)
 
     @property
     def outer_specs(self) -> list[P]:
@@ -145,7 +173,9 @@ class _Moves:
             if kind.dim is None:
                 rows.append(_to_rows([leaves[leaf] for leaf in kind.leaves], spec, self.staging.partition))
             else:
-                rows.append(jnp.moveaxis(gather_leaf(leaves[kind.leaves[0]], spec, over=DATA_LIKE), kind.dim, 0))
+                leaf = leaves[kind.leaves[0]]
+                whole = gather_leaf(leaf, spec, over=DATA_LIKE) if self.hoisted else leaf
+                rows.append(jnp.moveaxis(whole, kind.dim, 0))
         over = (*DATA_LIKE, STAGE)
         return rows, [gather_leaf(leaves[leaf], specs[leaf], over=over) for leaf in self.parts.outer]
 
@@ -245,17 +275,18 @@ def pipelined_sums(
         divided: whether the data-like axes divide the batch; else every one of them evaluates all of it.
     """
     moves = _Moves(staging=staging, layout=layout)
-    core = _Core(loss=loss, staging=staging, layout=layout, abstract_params=abstract_params, options=options)
+    core = _Core(loss=loss, moves=moves, abstract_params=abstract_params, options=options)
     mesh, axes = layout.mesh, layout.axes
 
     def value(params: Any, batch: Any) -> Sums:
         leaves = jax.tree.leaves(cast(params, layout.compute_dtype))
-        rows, outer = manual(moves.gather, mesh, (moves.specs,), (moves.row_specs, moves.outer_specs))(leaves)
+        held_specs = moves.held_specs(hoisted=moves.hoisted)
+        rows, outer = manual(moves.gather, mesh, (moves.specs,), (held_specs, moves.outer_specs))(leaves)
         local = jax.shard_map(
             lambda rows, outer, batch: core.evaluate(rows, outer, batch, over=(STAGE, *(axes if divided else ()))),
             mesh=mesh,
             axis_names={STAGE, *axes},
-            in_specs=(P(STAGE), P(), layout.batch),
+            in_specs=([only(spec, (STAGE, *axes)) for spec in held_specs], P(), layout.batch),
             out_specs=P(),
             check_vma=False,
         )
@@ -291,10 +322,19 @@ class _Core:
     """The ticks, as a function of one device's part of everything; a static value."""
 
     loss: LossFunction
-    staging: Staging
-    layout: Layout
+    moves: _Moves
     abstract_params: Any
     options: Options
+
+    @property
+    def staging(self) -> Staging:
+        """How the model was cut."""
+        return self.moves.staging
+
+    @property
+    def layout(self) -> Layout:
+        """Where everything lives."""
+        return self.moves.layout
 
     @property
     def chosen_rows(self) -> tuple[bool, ...]:
@@ -339,6 +379,7 @@ class _Core:
             objective=cut.objective,
             skip=self.options.skip,
             split=self._split,
+            fetch=self.moves.fetch,
         )
         results = evaluator.results(self._by_chunk(rows), outer, cut.pieces)
         return jax.tree.unflatten(cut.results, results).summed(over)
@@ -388,9 +429,10 @@ class _Core:
             passes = recomputing(work, chosen)
         else:
             first = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
+            rows = jax.eval_shape(self.moves.fetch, [first(leaf) for leaf in rows])
             whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in outer]
             number = jax.ShapeDtypeStruct((), jnp.int32)
-            like = ([first(leaf) for leaf in rows], whole, [first(leaf) for leaf in cut.pieces], number)
+            like = (rows, whole, [first(leaf) for leaf in cut.pieces], number)
             passes = storing(work, chosen, like=(*like, list(parts.message)))
         return Executor(
             parts=parts,
@@ -402,4 +444,5 @@ class _Core:
             skip=self.options.skip,
             split=self._split,
             inside=self.options.inside,
+            fetch=self.moves.fetch,
         )

@@ -45,6 +45,7 @@ class Executor:
         skip: branch around idle slots; else compute and discard.
         split: whether the compiler may split messages over mesh axes of its own.
         inside: update rings within the branches, else outside; the same values.
+        fetch: from one chunk's parameters as they are held to whole ones.
     """
 
     parts: Parts
@@ -56,6 +57,7 @@ class Executor:
     skip: bool
     split: bool
     inside: bool
+    fetch: Callable[[Leaves], Leaves] = lambda rows: rows
 
     def gradients(
         self, rows: Leaves, outer: Leaves, pieces: Leaves, scales: tuple[Any, Any]
@@ -63,7 +65,7 @@ class Executor:
         """Runs all ticks.
 
         Args:
-            rows: parameters of this rank's layers, [chunks, most, ...] each.
+            rows: parameters of this rank's layers, [chunks, most, ...] each, as `fetch` takes them.
             outer: all other parameters, whole.
             pieces: microbatches, [num_microbatches, ...] each.
             scales: cotangents of (total, per_microbatch).
@@ -96,10 +98,18 @@ class Executor:
         _, results = jax.eval_shape(self.objective, outer, piece, list(self.parts.message))
         wide = lambda leaves: [jnp.zeros(leaf.shape, jnp.float32) for leaf in leaves]  # noqa: E731
         return {
-            "rows": wide(chosen_of(rows, self.chosen.rows)),
+            "rows": wide(chosen_of(self._whole(rows), self.chosen.rows)),
             "outer": wide(chosen_of(outer, self.chosen.outer)),
             "results": zeros(results),
         }
+
+    def _whole(self, rows: Leaves) -> Leaves:
+        """The parameters of all chunks as their gradients are accumulated, abstract."""
+        shapes = jax.eval_shape(self.fetch, [leaf[0] for leaf in rows])
+        return [
+            jax.ShapeDtypeStruct((held.shape[0], *leaf.shape), leaf.dtype)
+            for held, leaf in zip(rows, shapes, strict=True)
+        ]
 
     @property
     def input_ring(self) -> str:
@@ -249,7 +259,7 @@ class _Tick:
         return at_index(self.pieces, microbatch)
 
     def _chunk(self, chunk: Any) -> Leaves:
-        return at_index(self.rows, chunk)
+        return self.of.fetch(at_index(self.rows, chunk))
 
     def _deliver(self, channel: Channel, value: Leaves, rings: Rings, now: Now) -> Rings:
         name = self.of.input_ring if channel.kind == "F" else "cotangent"
