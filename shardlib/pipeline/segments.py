@@ -41,9 +41,9 @@ def segments_of(program: Program, paths: list[str]) -> Stack | None:
         _canonical(inside[k], carries[k], [program.equations[i].invars[0] for i in groups[k + 1]], leaf_of)
         for k in range(len(inside))
     ]
+    _check_flow(layers, program, groups, carries)  # first: a value without a marker makes layers differ, too
     for k, layer in enumerate(layers[1:], start=1):
         _check_same(layers[0], layer, k)
-    _check_flow(layers, program, groups, carries)
     after = program.equations[groups[-1][-1] + 1 :]
     return _stack(program, layers, before, after, first=program.equations[groups[0][0]], groups=groups)
 
@@ -180,22 +180,19 @@ def _check_same(first: _Layer, other: _Layer, k: int) -> None:
         if one != two:
             at = source_line(other.equations[min(index, len(other.equations) - 1)]) if other.equations else ""
             raise ShardingError(
-                f"layer {k} is not the program of layer 0: at {at or 'its end'} layer 0 has {one[0][0]}"
-                f"{_shapes(first, index)} and layer {k} has {two[0][0]}{_shapes(other, index)}",
+                f"layer {k} is not the program of layer 0: at {at or 'its end'} layer 0 {_does(first, index)} and "
+                f"layer {k} {_does(other, index)}",
                 fix="a pipeline runs one program on every stage: make the layers equal (a difference can be a "
                 "parameter), or leave the odd ones before the first or after the last marker",
             )
-    if len(first.text) != len(other.text):
-        raise ShardingError(
-            f"layer {k} has {len(other.equations)} operations and layer 0 has {len(first.equations)}",
-            fix="make the layers equal, or leave the odd ones before the first or after the last marker",
-        )
 
 
-def _shapes(layer: _Layer, index: int) -> str:
+def _does(layer: _Layer, index: int) -> str:
+    """What a layer does at a position of its program, for an error."""
     if index >= len(layer.equations):
-        return ""
-    return "(" + ", ".join(atom.aval.str_short() for atom in layer.equations[index].invars) + ")"
+        return f"ends with {', '.join(var.aval.str_short() for var in layer.final)}"
+    equation = layer.equations[index]
+    return f"has {equation.primitive.name}({', '.join(atom.aval.str_short() for atom in equation.invars)})"
 
 
 def _check_flow(layers: list[_Layer], program: Program, groups: list[list[int]], carries: list[list[Any]]) -> None:
