@@ -5,7 +5,6 @@ Every layer reports the mean square of what it adds; the objective has their sum
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import shardlib as sl
 from tests.shardlib.pipeline_execution.chains import gradient, through

@@ -46,7 +46,7 @@ def recording(optimizer: optax.GradientTransformation) -> optax.GradientTransfor
 def start(example: Any, seed: int = 0) -> tuple[Any, Any]:
     """Parameters and the run's key, as a trainer makes them."""
     module, loss, spec = example
-    bound = sl.bind(module, loss, sl.Plan(mesh="data=1"), spec)
+    bound = sl.bind(module, loss, sl.Plan(mesh=sl.MeshShape.parse("data=1")), spec)
     init_key, run_key = jax.random.split(jax.random.key(seed))
     return oracle.host(jax.jit(bound.init)(init_key)[0]), run_key
 

@@ -16,6 +16,7 @@ from models import language
 from shardlib import annotate
 
 EMBED, MLP, VOCAB, LENGTH = 16, 32, 32, 8
+BROADCAST: Any = nn.broadcast
 NORMAL, TABLE = nn.initializers.lecun_normal(), nn.initializers.normal(0.5)
 
 
@@ -52,7 +53,7 @@ class Tower(nn.Module):
             Layer,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
+            in_axes=BROADCAST,
             length=self.layers,
             metadata_params={nn.PARTITION_NAME: annotate.LAYERS},
         )
@@ -72,10 +73,11 @@ def build(
         balance: the coefficient of the auxiliary losses' sum; they are metrics in any case.
     """
     module = Tower(layers, dropout, tied)
+    apply: Any = module.apply
 
     def loss(params: Any, batch: Any, rng: Any) -> sl.Loss:
         rngs: Any = None if rng is None or dropout == 0 else {"dropout": rng}
-        logits, aux = module.apply({"params": params}, batch["inputs"], rngs=rngs)
+        logits, aux = apply({"params": params}, batch["inputs"], rngs=rngs)
         main = language.token_loss(logits, batch)
         return sl.Loss(
             total=main.total,
