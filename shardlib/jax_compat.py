@@ -171,6 +171,14 @@ def renamed(equation: Any, read: Callable[[Any], Any], *, outputs: Sequence[Any]
     return equation.replace(invars=[read(atom) for atom in equation.invars], outvars=outputs, source_info=source)
 
 
+def in_device_memory(value: Any) -> bool:
+    """Whether an abstract value is in device memory, not offloaded to the host.
+
+    Seen: `memory_space` of abstract values in 0.10.2 and 0.12.0; `jax.ShapeDtypeStruct` has none.
+    """
+    return getattr(value, "memory_space", jax.memory.Space.Device) != jax.memory.Space.Host
+
+
 def constraint_of(equation: Any) -> Any:
     """The spec of a `with_sharding_constraint` equation; None for any other equation.
 

@@ -110,7 +110,7 @@ def storing(work: StageWork, chosen: Chosen, *, like: tuple[Leaves, Leaves, Leav
     residuals = [var.aval for var in opened(closed).outvars[num_message:]]
     return Passes(
         keeps_input=False,
-        saved=tuple(jax.ShapeDtypeStruct(residuals[i].shape, residuals[i].dtype) for i in plan.stored),
+        saved=tuple(residuals[i] for i in plan.stored),
         forward=forward,
         backward=backward,
         recomputed=len(plan.recomputed),

@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from shardlib.jax_compat import in_device_memory
+
 Leaves = list[Any]
 
 
@@ -24,8 +26,13 @@ def zeros(value: Sequence[Any]) -> Leaves:
 
 
 def make_ring(value: Sequence[Any], *, slots: int) -> Leaves:
-    """A ring of zeros, with one slot more for what nobody reads."""
-    return [jnp.zeros((slots + 1, *leaf.shape), leaf.dtype) for leaf in value]
+    """A ring of zeros, with one slot more for what nobody reads, in the memory that the value is in."""
+
+    def leaf(like: Any) -> Any:
+        made = jnp.zeros((slots + 1, *like.shape), like.dtype)
+        return made if in_device_memory(like) else jax.device_put(made, jax.memory.Space.Host)
+
+    return [leaf(like) for like in value]
 
 
 def write(ring: Leaves, value: Leaves, slot: Any) -> Leaves:
