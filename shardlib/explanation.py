@@ -265,7 +265,7 @@ def work_text(facts: StagingFacts) -> str:
 
 
 def balance_text(facts: StagingFacts) -> str:
-    """`even: largest load 1.19 of the mean; balance=cost would make it 1.05 with layers 3 3 3 1`."""
+    """`even: largest load 1.19 of the mean; balance=cost makes it 1.05, with 3, 3, 3, 1 layers per stage`."""
     chunks = len(facts.stages) * facts.num_chunks
     uneven = facts.balance == "even" and facts.num_layers % chunks
     kind = f"by cost, as {facts.num_layers} layers do not divide over {chunks} stages" if uneven else facts.balance
@@ -276,7 +276,7 @@ def balance_text(facts: StagingFacts) -> str:
 
 
 def _balance_of(balance: Balance) -> str:
-    return f"{balance.max_over_mean:.2f}, with {' '.join(map(str, balance.layers))} layers"
+    return f"{balance.max_over_mean:.2f}, with {', '.join(map(str, balance.layers))} layers per stage"
 
 
 def layers_text(stage: StageFacts) -> str:
