@@ -29,7 +29,7 @@ def wanted():
 
 def check(**plan):
     found = reference.pipelined(TOWER, SGD, num_steps=2, **plan)
-    oracle.assert_equal_to_one_device(found, wanted())
+    reference.assert_equal(found, wanted())
 
 
 def bound(example=TOWER, **plan):
@@ -73,7 +73,7 @@ LOPSIDED = "F0,B0,F1,B1\nF0,B0,F1,B1"
 V_SHAPED = "# placement=v\nF0 F1 F0.1 B0.1 F1.1 B1.1 B0 B1\nF0 F0.1 F1 F1.1 B0.1 B0 B1.1 B1"
 
 
-@pytest.mark.parametrize("table", [SERIAL, LOPSIDED, V_SHAPED], ids=["1f1b", "lopsided", "v"])
+@pytest.mark.parametrize("table", [LOPSIDED, V_SHAPED], ids=["lopsided", "v"])
 def test_tables_as_text(table):
     check(mesh="stage=2", num_microbatches=2, schedule=table, residuals="none" if table == V_SHAPED else None)
 
@@ -186,6 +186,7 @@ def test_adapters_alone_are_trained():
     assert {path for path, moved in changed.items() if moved} == {path for path in changed if "lora_" in path}
 
 
+@pytest.mark.exhaustive
 def test_bfloat16_by_its_own_rounding():
     example = gpt.small(layers=4, **GPT)
     losses = reference.one_device(example, SGD, num_steps=2).losses
@@ -243,14 +244,14 @@ def unrolled_on_one_device(layers):
 )
 def test_unrolled_layers(plan):
     found = reference.pipelined(unrolled(4), SGD, num_steps=2, num_microbatches=4, **plan)
-    oracle.assert_equal_to_one_device(found, unrolled_on_one_device(4))
+    reference.assert_equal(found, unrolled_on_one_device(4))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("plan", [{"mesh": "stage=4"}, {"mesh": "stage=2,tensor=2", "chunks": 2}])
 def test_unrolled_layers_that_stages_do_not_divide(plan):
     found = reference.pipelined(unrolled(5), SGD, num_steps=2, num_microbatches=4, **plan)
-    oracle.assert_equal_to_one_device(found, reference.one_device(unrolled(5), SGD, num_steps=2))
+    reference.assert_equal(found, reference.one_device(unrolled(5), SGD, num_steps=2))
 
 
 @pytest.mark.exhaustive
@@ -258,4 +259,4 @@ def test_adafactor_on_equal_stages():
     """Its statistics are those of stacked layers, as on one device; unequal stages add a row of zeros to them."""
     adafactor = optax.adafactor(1e-2, min_dim_size_to_factor=8)
     found = reference.pipelined(TOWER, adafactor, mesh="stage=2,data=2", num_microbatches=4)
-    oracle.assert_equal_to_one_device(found, reference.one_device(TOWER, adafactor))
+    reference.assert_equal(found, reference.one_device(TOWER, adafactor))
