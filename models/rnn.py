@@ -108,11 +108,12 @@ class RNN(nn.Module):
         embed = nn.Embed(c.vocab, c.embed, dtype=c.dtype, embedding_init=table, name="embed")
         x = annotate.constrain(embed(inputs), "batch", "length", "embed")
         x = nn.Dropout(c.dropout, deterministic=deterministic)(x)
+        same_positions: Any = nn.broadcast  # Flax's own type for in_axes leaves it out
         stack = nn.scan(
             nn.remat(Block, prevent_cse=False) if c.remat else Block,
             variable_axes={"params": 0},
             split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
+            in_axes=same_positions,
             length=c.layers,
             metadata_params={nn.PARTITION_NAME: annotate.LAYERS},
         )

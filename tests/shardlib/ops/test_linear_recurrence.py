@@ -150,6 +150,26 @@ def test_inside_another_manual_region(kind, manual, check_vma):
     assert_trees_equal({"result": result, "grads": grads}, alone(kind), kind)
 
 
+def test_under_a_condition_that_differs_between_devices():
+    """As in the ticks of a pipeline: only the first of two stages computes, the other does not come to the exchange."""
+    mesh = make_mesh("stage=2,context=4")
+
+    def objective(decay, x, initial):
+        states = context_recurrence(decay, x, initial=initial)
+        return (context_windows(states, width=WIDTH) ** 2).sum()
+
+    def local(*operands):
+        is_first = jax.lax.axis_index("stage") == 0
+        gradients = jax.grad(objective, argnums=(0, 1, 2))
+        idle = lambda *operands: jax.tree.map(jnp.zeros_like, operands)  # noqa: E731
+        found = jax.lax.cond(is_first, gradients, idle, *operands)
+        return jax.tree.map(lambda x: jax.lax.psum(x, "stage"), found)
+
+    region = jax.shard_map(local, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=False)
+    found, wanted = run(region, DECAY, X, INITIAL), run(jax.grad(objective, argnums=(0, 1, 2)), DECAY, X, INITIAL)
+    assert_trees_equal(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, wanted), "gradient")
+
+
 def collectives(function, operands, *, context, gradients=False):
     """(kind, executions, operand bytes) of the compiled program of sequences that lie where they are wanted."""
     mesh = make_mesh(f"data={8 // context},context={context}")
