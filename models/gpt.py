@@ -158,7 +158,7 @@ class GPT(nn.Module):
         embed = nn.Embed(c.vocab, c.embed, dtype=c.dtype, embedding_init=table, name="embed")
         positions = self.param("positions", annotate.logical(TABLE, "position", "embed"), (c.length, c.embed))
         x = embed(inputs)
-        x = x + positions[None, : inputs.shape[1]].astype(x.dtype)
+        x = x + annotate.by_position(positions[: inputs.shape[1]])[None].astype(x.dtype)
         x = nn.Dropout(c.dropout, deterministic=deterministic)(annotate.constrain(x, "batch", "length", "embed"))
         stack = nn.scan(
             nn.remat(Block, prevent_cse=False) if c.remat else Block,

@@ -140,7 +140,7 @@ class GPT(nnx.Module):
         c.check_length(inputs.shape[1])
         first, rest = (None, None) if key is None or c.dropout == 0 else jax.random.split(key)
         x = self.embed(inputs)
-        x = x + self.positions[None, : inputs.shape[1]].astype(x.dtype)
+        x = x + annotate.by_position(self.positions[: inputs.shape[1]])[None].astype(x.dtype)
         x = annotate.constrain(x, "batch", "length", "embed")
         x = self.dropout(x, deterministic=first is None, rngs=first)
         keys = None if rest is None else jax.random.split(rest, c.layers)

@@ -172,7 +172,8 @@ class Llama(nnx.Module):
     def __call__(self, inputs: jax.Array, key: jax.Array | None = None) -> jax.Array:
         """Token ids [batch, length] to logits [batch, length, vocab]; nothing draws from the key."""
         c = self.config
-        table = rotary_table(inputs.shape[1], c.head_dim, theta=c.rope_theta)
+        cos, sin = rotary_table(inputs.shape[1], c.head_dim, theta=c.rope_theta)
+        table = (annotate.by_position(cos), annotate.by_position(sin))
         x = annotate.constrain(self.embed(inputs), "batch", "length", "embed")
         x = language.scan(lambda block, x, _: block(x, table), self.layers, x, remat=c.remat)
         x = self.norm(x)

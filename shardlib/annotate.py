@@ -29,7 +29,7 @@ class Active:
 
     Args:
         constrain: `(array, names) -> array`, which places the array or raises.
-        ops: implementations for the op slots, by slot name ("attention", "dot_general").
+        ops: implementations for the op slots, by slot name ("attention", "dot_general", "by_position").
     """
 
     constrain: Callable[[Any, tuple[str | None, ...]], Any]
@@ -86,6 +86,22 @@ def layer_boundary(x: T) -> T:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, BOUNDARY), x)
 
 
+def by_position(x: jax.Array, *, dim: int = 0) -> jax.Array:
+    """An array made for positions 0, 1, 2, ... in the order in which the plan holds the tokens of a sequence.
+
+    A plan may divide a sequence so that each device has an early and a late part, which balances causal attention.
+    What a model makes of positions by itself (rows of a table, rotary angles) must follow: it goes through here. A
+    model that does not call this keeps its sequences in order. The identity without a plan.
+
+    Args:
+        x: its dim `dim` runs over positions, from 0 to the length of the sequence.
+        dim: which.
+    """
+    active = _active.get()
+    op = None if active is None else active.ops.get("by_position")
+    return x if op is None else op(x, dim=dim)
+
+
 def attention(
     query: jax.Array,
     key: jax.Array,
@@ -94,6 +110,7 @@ def attention(
     causal: bool = False,
     mask: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
+    window: int | None = None,
 ) -> jax.Array:
     """Softmax attention, scaled by head_dim**-0.5; `heads` is a multiple of `kv_heads`. A plan may replace it.
 
@@ -103,6 +120,7 @@ def attention(
         causal: position i attends to positions up to i.
         mask: [batch, 1 or heads, length, keys], boolean, True where a query may attend.
         segment_ids: [batch, length], integer; tokens attend only within their own segment.
+        window: a token attends to tokens less than this many positions away, itself included.
 
     Returns:
         [batch, length, heads, head_dim], of the query's dtype.
@@ -111,15 +129,17 @@ def attention(
     """
     active = _active.get()
     op = reference_attention if active is None else active.ops.get("attention", reference_attention)
-    return op(query, key, value, causal=causal, mask=mask, segment_ids=segment_ids)
+    options = {} if window is None else {"window": window}
+    return op(query, key, value, causal=causal, mask=mask, segment_ids=segment_ids, **options)
 
 
-def reference_attention(query, key, value, *, causal=False, mask=None, segment_ids=None):
+def reference_attention(query, key, value, *, causal=False, mask=None, segment_ids=None, window=None):
     """`jax.nn.dot_product_attention` with segment ids turned into a mask; the meaning of the attention slot."""
     if segment_ids is not None:
         same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         mask = same if mask is None else mask & same
-    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal)
+    near = None if window is None else (window - 1, 0 if causal else window - 1)
+    return jax.nn.dot_product_attention(query, key, value, mask=mask, is_causal=causal, local_window_size=near)
 
 
 def dot_general(

@@ -22,19 +22,21 @@ from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import STANDARD_AXES
 from shardlib import batch_spec as batches
 from shardlib.annotate import LAYERS, under
-from shardlib.cost.promises import Arrays, PromisedCollective, promised
+from shardlib.context import AttentionCall, ContextUse, choose_context, divides_sequence
+from shardlib.cost.promises import Arrays, PromisedCollective, Stages, promised
 from shardlib.decide import Decision, Names, split_blocks
 from shardlib.explanation import Explanation, tree_bytes
 from shardlib.explicit import cast
 from shardlib.jax_compat import inputs_used
 from shardlib.objective import LossFunction, Sums, sums_of
 from shardlib.optimizer_specs import resolve_state
+from shardlib.pipeline.cut import cut
 from shardlib.place import active
 from shardlib.plan import STAGE, Plan
 from shardlib.propose import is_bare
 from shardlib.spec_axes import is_spec
 from shardlib.specs import Entry, Resolution, array_leaves, entry_of, notices_of, resolve
-from shardlib.staging import Staging, place_on_stages, stage_model
+from shardlib.staging import Staging, abstract_part, place_on_stages, stage_model
 from shardlib.staging_facts import staging_facts
 from shardlib.strategies import default_rules
 from shardlib.tree_paths import leaves_with_paths
@@ -60,6 +62,7 @@ class Bound:
         num_sums: scalars that the loss sums over the batch: its total, weight and metrics.
         notices: what is legal and still worth saying about rules and arrays.
         staging: how the layers are staged; None without a stage axis.
+        context: how sequences are divided; None without a context axis.
     """
 
     plan: Plan
@@ -76,6 +79,7 @@ class Bound:
     num_sums: int
     notices: tuple[str, ...]
     staging: Staging | None = None
+    context: ContextUse | None = None
 
     @property
     def stored_params(self) -> Any:
@@ -104,10 +108,20 @@ class Bound:
             activations=self.activations,
             gradient_bytes=tree_bytes(self.stored_params, state_like, self.plan.mesh),
             optimizer=state.entries,
-            choices=self.plan.choices,
+            choices=(*self.plan.choices, *self._context_lines()),
             promises=self.promised(),
             notices=(*self.notices, *zero_notices, *state.notices, *(facts.notices if facts else ())),
             pipeline=facts,
+        )
+
+    def _context_lines(self) -> tuple[str, ...]:
+        if self.context is None:
+            return ()
+        first, *rest = self.context.reason.splitlines()
+        return (
+            f"sequences divided over context={self.context.shards}: {self.context.kind} attention, tokens held "
+            f"{self.context.placement}, because {first}",
+            *rest,
         )
 
     def promised(self, trainable: Any = None) -> tuple[PromisedCollective, ...]:
@@ -125,8 +139,29 @@ class Bound:
                 activations=self.activations,
                 num_sums=self.num_sums,
                 trainable=None if trainable is None else tuple(map(bool, jax.tree.leaves(trainable))),
+                stages=self._stages(),
             ),
         )
+
+    def _stages(self) -> Stages | None:
+        """What its promises need of a pipeline; messages are traced again where the plan changes their form."""
+        plan, staging = self.plan, self.staging
+        if staging is None:
+            return None
+        parts, shares = staging.parts, plan.num_batch_shards * plan.num_microbatches
+        num_slices = max((plan.random_slices or shares) // shares, 1)
+        if num_slices > 1 or plan.compute_dtype != "float32":
+            smaller = replace(
+                plan,
+                num_microbatches=plan.num_microbatches * num_slices,
+                random_slices=None,
+                schedule=None,
+                chunks=None,
+            )
+            params = jax.eval_shape(lambda tree: cast(tree, plan.compute_dtype), self.abstract_params)
+            part, params, piece = abstract_part(self.loss, smaller, params, self.batch_spec)
+            parts = cut(part, params, piece, layer_leaves=staging.layer_leaves)
+        return Stages(parts=parts, num_slices=num_slices, partition=staging.partition, lowered=staging.lowered)
 
     def state_specs(self) -> tuple[Any, tuple[str, ...]]:
         """Specs that optimizer state follows: the parameters', split further by zero=1 and 2; and notices."""
@@ -170,7 +205,7 @@ def bind(
     collections = _resolve_collections(boxed_collections, plan)
     _check_patterns(params)
     abstract_params, abstract_collections = _unboxed(boxed), _unboxed(boxed_collections)
-    activations, num_sums = _trace(loss, plan, abstract_params, batch_spec, abstract_collections)
+    activations, num_sums, context = _trace(loss, plan, abstract_params, batch_spec, abstract_collections)
     unused = _unused_axes(plan)  # last: what is wrong with one rule or array says more
     named = (*params.entries, *batch.entries, *activations)
     return Bound(
@@ -195,6 +230,7 @@ def bind(
             *_key_notices(),
         ),
         staging=staging,
+        context=context,
     )
 
 
@@ -220,7 +256,9 @@ def _resolve_collections(boxed: Any, plan: Plan) -> Resolution | None:
         raise ShardingError(
             f"the loss updates state over the whole batch ({paths}, ...), and the plan cuts the batch ({why}): "
             "statistics of a part are not those of the batch",
-            fix="lowering=automatic with num_microbatches=1, no random_slices and reduce_dtype=compute_dtype; or "
+            fix="normalise per example (LayerNorm), or leave stage out of the mesh"
+            if plan.is_pipeline
+            else "lowering=automatic with num_microbatches=1, no random_slices and reduce_dtype=compute_dtype; or "
             "normalise per example (LayerNorm)",
         )
     if not isinstance(boxed, dict):
@@ -232,19 +270,41 @@ def _resolve_collections(boxed: Any, plan: Plan) -> Resolution | None:
 
 def _trace(
     loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, collections: Any
-) -> tuple[tuple[Entry, ...], int]:
-    """Traces the loss once under the rules and checks it: the distinct activations it names, and how many sums."""
+) -> tuple[tuple[Entry, ...], int, ContextUse | None]:
+    """Traces the loss once under the rules and checks it.
+
+    Returns:
+        The distinct activations it names, how many sums it makes, and how its attention runs on divided sequences.
+    """
     entries: dict[tuple[Names, tuple[int, ...]], Entry] = {}
 
     def record(names: Names, x: Any, decisions: tuple[Decision, ...]) -> None:
         path = "(" + ", ".join(name or "none" for name in names) + ")"
         entries.setdefault((names, x.shape), entry_of(path, x.shape, str(x.dtype), names, decisions, plan.mesh))
 
-    in_force = active(plan.rules, abstract_mesh(plan.mesh), record=record, sum_dtype=plan.tensor_reduce_dtype)
+    heard: list[AttentionCall | None] = []
+    in_force = active(
+        plan.rules,
+        abstract_mesh(plan.mesh),
+        record=record,
+        sum_dtype=plan.tensor_reduce_dtype,
+        record_attention=heard.append,
+    )
     traced = under(in_force, loss)
     params = jax.eval_shape(lambda tree: cast(tree, plan.compute_dtype), params)
     num_sums = _check_loss(traced, params, batches.abstract(batch_spec), collections)
-    return tuple(entries.values()), num_sums
+    context = None
+    if divides_sequence(plan.mesh):
+        context = choose_context(
+            [call for call in heard if call is not None],
+            mesh=plan.mesh,
+            batch_shards=plan.num_batch_shards * plan.num_microbatches,
+            follows_positions=None in heard,
+            in_branch=plan.is_pipeline and plan.idle == "skip",
+            kind=plan.attention,
+            placement=plan.placement,
+        )
+    return tuple(entries.values()), num_sums, context
 
 
 def abstract_parameters(model: Any, batch_spec: Any, *, init: Callable[..., Any] | None = None) -> Any:

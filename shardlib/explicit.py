@@ -62,6 +62,10 @@ class Layout:
         """Data-like mesh axes of size above 1, in mesh order: manual in the loss."""
         return data_like(self.mesh)
 
+    def batch_over(self, axes: tuple[str, ...]) -> Any:
+        """Specs of the batch over these axes alone: a partly manual region may name no others."""
+        return jax.tree.map(lambda spec: only(spec, axes), self.batch, is_leaf=is_spec)
+
     @property
     def num_shards(self) -> int:
         """Into how many shards the batch is divided."""
@@ -117,7 +121,7 @@ def explicit_gradients(loss: LossFunction, layout: Layout) -> Callable[[Any, Any
         params = cast(params, layout.compute_dtype)
         if hoisted:
             params = manual(lambda params: _gather(params, layout.params), mesh, (layout.params,), whole)(params)
-        in_specs = (P() if hoisted else held, layout.batch, P())
+        in_specs = (P() if hoisted else held, layout.batch_over(axes), P())
         if axes:
             # Out of a partly manual region a spec may name manual axes only; the constraint below names the rest.
             local = jax.shard_map(

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from meshes.errors import ShardingError
 from shardlib import accumulate, annotate
 from shardlib import batch_spec as batches
+from shardlib.context import ContextUse
 from shardlib.explicit import Layout, cast, data_like, explicit_gradients
 from shardlib.objective import LossFunction, Sums
 from shardlib.pipelined import Options, pipelined_gradients, pipelined_sums
@@ -25,6 +26,7 @@ from shardlib.remat import parse_policy, with_policy
 from shardlib.slices import BATCH, batch_dims, check_divides, cut, part_keys
 from shardlib.spec_axes import axes_of, is_spec
 from shardlib.staging import Staging
+from shardlib.whole_gathers import with_whole_gathers
 
 GradientFunction = Callable[[Any, Any, Any, Any], tuple[Any, Sums]]
 
@@ -41,6 +43,7 @@ class StepSpecs:
         mask: a tree of bools, True for the parameters to train; None for all. `grads` has those alone.
         staging: how the layers are staged; for a pipeline.
         abstract_params: parameters in the model's own shapes; for a pipeline.
+        context: how sequences are divided; None where they are not.
     """
 
     params: Any
@@ -50,6 +53,7 @@ class StepSpecs:
     mask: Any = None
     staging: Staging | None = None
     abstract_params: Any = None
+    context: ContextUse | None = None
 
 
 def gradient_function(loss: LossFunction, plan: Plan, *, mesh: Mesh, specs: StepSpecs) -> GradientFunction:
@@ -90,7 +94,9 @@ def slices_per_microbatch(plan: Plan, *, mesh: Mesh, specs: StepSpecs) -> int:
 
 def _automatic(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> GradientFunction:
     slice_axes = data_like(mesh) if num_slices > 1 else ()
-    loss = annotate.under(active(plan.rules, mesh, hidden=slice_axes, sum_dtype=plan.tensor_reduce_dtype), loss)
+    loss = annotate.under(
+        active(plan.rules, mesh, hidden=slice_axes, sum_dtype=plan.tensor_reduce_dtype, context=specs.context), loss
+    )
     dims, wanted = batch_dims(specs.batch_spec), shardings(specs.grads, mesh)
     sizes = {"num_microbatches": plan.num_microbatches, "num_slices": num_slices}
     # Slices of the plan's own are rows in a row; without them a microbatch takes its rows from every shard.
@@ -115,8 +121,7 @@ def _automatic(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num
 
 def _explicit(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> GradientFunction:
     manual = data_like(mesh)
-    in_force = active(plan.rules, mesh, hidden=manual, manual=bool(manual), sum_dtype=plan.tensor_reduce_dtype)
-    loss = annotate.under(in_force, loss)
+    loss = _inside(loss, plan, mesh, specs, hidden=manual)
     gradients = explicit_gradients(loss, _layout(plan, mesh, specs, num_slices))
 
     def value(params: Any, batch: Any, rng: Any, collections: Any) -> tuple[Any, Sums]:
@@ -129,7 +134,7 @@ def _explicit(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_
 def _pipelined(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> GradientFunction:
     assert specs.staging is not None, "bind stages the model of a plan with a stage axis"
     gradients = pipelined_gradients(
-        _staged(loss, plan, mesh),
+        _inside(loss, plan, mesh, specs, hidden=(STAGE, *data_like(mesh))),
         specs.staging,
         layout=_layout(plan, mesh, specs, num_slices),
         abstract_params=specs.abstract_params,
@@ -161,7 +166,7 @@ def staged_evaluation(
     local = [count // (plan.num_batch_shards if divided else 1) for count in rows] or [1]
     fitting = (k for k in range(1, plan.num_microbatches + 1) if all(count % k == 0 for count in local))
     sums = pipelined_sums(
-        _staged(loss, plan, mesh),
+        _inside(loss, plan, mesh, specs, hidden=(STAGE, *data_like(mesh))),
         specs.staging,
         layout=replace(_layout(plan, mesh, specs, 1), num_microbatches=num_microbatches or max(fitting)),
         abstract_params=specs.abstract_params,
@@ -177,12 +182,22 @@ def _batch_entries(specs: Any, dims: Any) -> list[Any]:
     return [spec[dim] if dim < len(spec) else None for spec, dim in pairs if dim >= 0]
 
 
-def _staged(loss: LossFunction, plan: Plan, mesh: Mesh) -> LossFunction:
-    """The loss with constraints that leave the stages and the data-like axes alone."""
-    hidden = (STAGE, *data_like(mesh))
-    return annotate.under(
-        active(plan.rules, mesh, hidden=hidden, manual=True, sum_dtype=plan.tensor_reduce_dtype), loss
+def _inside(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, *, hidden: tuple[str, ...]) -> LossFunction:
+    """The loss with constraints for a region manual over some axes, which they leave alone.
+
+    Where the compiler manages several axes in it, gathers get whole operands: it would end the process otherwise.
+    """
+    in_force = active(
+        plan.rules,
+        mesh,
+        hidden=hidden,
+        manual=bool(hidden),
+        sum_dtype=plan.tensor_reduce_dtype,
+        context=specs.context,
     )
+    managed = [axis for axis in mesh.axis_names if axis not in hidden and mesh.shape[axis] > 1]
+    loss = annotate.under(in_force, loss)
+    return with_whole_gathers(loss) if hidden and len(managed) > 1 else loss
 
 
 def _options(plan: Plan, mesh: Mesh) -> Options:

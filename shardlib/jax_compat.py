@@ -18,7 +18,7 @@ from jax._src.interpreters.partial_eval import dce_jaxpr, partial_eval_jaxpr_nou
 
 # Seen in 0.10.2 and 0.12.0: the frames of the user's files that made an equation. `jax.extend` does not tell.
 from jax._src.source_info_util import user_frames
-from jax.extend.core import ClosedJaxpr, Var, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun, jaxprs_in_params
 
 
 def inputs_used(closed_jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
@@ -115,6 +115,16 @@ _CALLS = {"jit": "jaxpr", "shard_map": "jaxpr", "closed_call": "call_jaxpr", "co
 def called(equation: Any) -> str | None:
     """The parameter that holds the one jaxpr an equation runs on all its inputs, or None for any other equation."""
     return "jaxpr" if is_checkpoint(equation) else _CALLS.get(equation.primitive.name)
+
+
+def held_jaxprs(equation: Any) -> list[tuple[str, Any]]:
+    """The parameters of an equation that hold a jaxpr, or a tuple of them, by name."""
+    is_jaxpr = lambda value: isinstance(value, ClosedJaxpr | Jaxpr)  # noqa: E731
+    return [
+        (name, value)
+        for name, value in equation.params.items()
+        if is_jaxpr(value) or (isinstance(value, tuple | list) and value and all(map(is_jaxpr, value)))
+    ]
 
 
 def is_checkpoint(equation: Any) -> bool:

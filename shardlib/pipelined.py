@@ -77,7 +77,7 @@ def pipelined_gradients(
             core,
             mesh=mesh,
             axis_names={STAGE, *axes},
-            in_specs=([only(spec, (STAGE, *axes)) for spec in held_specs], P(), layout.batch, P()),
+            in_specs=([only(spec, (STAGE, *axes)) for spec in held_specs], P(), layout.batch_over(axes), P()),
             out_specs=(rows_out, outer_out, P()),
             check_vma=False,
         )
@@ -286,7 +286,7 @@ def pipelined_sums(
             lambda rows, outer, batch: core.evaluate(rows, outer, batch, over=(STAGE, *(axes if divided else ()))),
             mesh=mesh,
             axis_names={STAGE, *axes},
-            in_specs=([only(spec, (STAGE, *axes)) for spec in held_specs], P(), layout.batch),
+            in_specs=([only(spec, (STAGE, *axes)) for spec in held_specs], P(), layout.batch_over(axes)),
             out_specs=P(),
             check_vma=False,
         )

@@ -18,8 +18,10 @@ from jax.sharding import PartitionSpec as P
 from meshes.errors import ShardingError, raise_collected
 from meshes.shape import MeshShape
 from shardlib import annotate
+from shardlib.context import CONTEXT, AttentionCall, ContextUse, divides_sequence
 from shardlib.decide import Decision, Names, decide, spec_of
 from shardlib.ops.attention import sharded_heads_attention
+from shardlib.ops.context_attention import context_attention
 from shardlib.ops.products import products_summed_in
 from shardlib.rules import Rules
 from shardlib.specs import mesh_shape
@@ -55,6 +57,8 @@ def active(
     hidden: tuple[str, ...] = (),
     manual: bool = False,
     sum_dtype: str | None = None,
+    context: ContextUse | None = None,
+    record_attention: Callable[[AttentionCall | None], None] | None = None,
 ) -> annotate.Active:
     """The value that puts rules in force in a trace.
 
@@ -66,6 +70,8 @@ def active(
             region, or a `vmap` over slices of the batch.
         manual: the trace is inside a region manual over the hidden axes.
         sum_dtype: of the sums in the model's matrix products, by name; None leaves them to the products' dtype.
+        context: how attention runs where the mesh divides sequences; None: they are gathered for it.
+        record_attention: hears every call of the attention slot, and None for every array taken by position.
     """
     shape = mesh_shape(mesh)
     visible = MeshShape(axes=tuple((axis, 1 if axis in hidden else size) for axis, size in shape.axes))
@@ -92,10 +98,70 @@ def active(
         return tuple(name if name and rules.for_name(name) else None for name in names)
 
     attention = sharded_heads_attention(shards_of_heads, lambda x, names: constrain(x, known(names)))
-    ops: dict[str, Any] = {"attention": attention}
+    by_position = lambda x, dim: x  # noqa: E731
+    if context is not None and divides_sequence(visible):
+        attention = _divided_attention(context, rules=rules, visible=visible, mesh=None if manual else mesh)
+        if context.placement != "contiguous":
+            by_position = lambda x, dim: jnp.take(x, context.order(x.shape[dim]), axis=dim)  # noqa: E731
+    ops: dict[str, Any] = {"attention": attention, "by_position": by_position}
+    if record_attention is not None:
+        ops |= _recorded(dict(ops), record_attention)
     if sum_dtype is not None:
         ops["dot_general"] = products_summed_in(sum_dtype)
     return annotate.Active(constrain=constrain, ops=ops)
+
+
+def _divided_attention(
+    context: ContextUse, *, rules: Rules, visible: MeshShape, mesh: Mesh | AbstractMesh | None
+) -> Callable[..., jax.Array]:
+    """The attention slot where sequences are divided.
+
+    Args:
+        visible: the mesh, axes that are divided by already at size 1.
+        mesh: None inside a manual region.
+    """
+
+    def attention(query, key, value, **options):
+        names = tuple(name if rules.for_name(name) else None for name in ("batch", "length", "heads", "head_dim"))
+        decisions = decide_activation(names, query.shape, rules=rules, mesh=visible)
+        return context_attention(
+            query,
+            key,
+            value,
+            kind=context.kind,
+            axis=CONTEXT,
+            placement=context.placement,
+            batch_axes=decisions[0].mesh_axes,
+            head_axes=decisions[2].mesh_axes,
+            mesh=mesh,
+            **options,
+        )
+
+    return attention
+
+
+def _recorded(ops: dict[str, Any], record: Callable[[AttentionCall | None], None]) -> dict[str, Any]:
+    """The slots, heard."""
+
+    def attention(query, key, value, **options):
+        mask = options.get("mask")
+        record(
+            AttentionCall(
+                query=tuple(query.shape),
+                key=tuple(key.shape),
+                causal=bool(options.get("causal")),
+                window=options.get("window"),
+                has_row_mask=mask is not None and mask.shape[2] > 1,
+                itemsize=query.dtype.itemsize,
+            )
+        )
+        return ops["attention"](query, key, value, **options)
+
+    def by_position(x, dim):
+        record(None)
+        return ops["by_position"](x, dim=dim)
+
+    return {"attention": attention, "by_position": by_position}
 
 
 def decide_activation(

@@ -24,6 +24,8 @@ Gather = Literal["step", "microbatch"]
 Dtype = Literal["float32", "bfloat16"]
 Idle = Literal["skip", "mask"]
 Balance = Literal["even", "cost"]
+Attention = Literal["ring", "all_to_all", "gather"]
+Placement = Literal["contiguous", "zigzag", "striped"]
 DATA: Final = "data"
 STAGE: Final = "stage"
 
@@ -57,6 +59,10 @@ class Plan:
         idle: "skip" branches around idle slots; "mask" computes in them and discards, for programs in which branches
             are not safe.
         balance: layers per stage: "even" where it divides, or by "cost", which counts embedding and head.
+        attention: where a context axis divides sequences: "ring" passes keys and values on, "all_to_all" exchanges
+            heads for whole sequences, "gather" collects keys and values. None chooses by bytes.
+        placement: which device holds which tokens: "contiguous", "zigzag" (an early and a late part) or "striped".
+            None takes what balances the work, where the model can follow.
 
     Raises:
         ShardingError: every option that cannot be, listed.
@@ -78,6 +84,8 @@ class Plan:
     residuals: str | None = None
     idle: Idle = "skip"
     balance: Balance = "even"
+    attention: Attention | None = None
+    placement: Placement | None = None
 
     def __post_init__(self):
         # Text is accepted for the mesh because people write it by hand; the field is always a MeshShape.
@@ -122,6 +130,10 @@ class Plan:
                     f"stage={stages} and num_microbatches={microbatches}",
                     fix=f"stage={found[0]} and num_microbatches={found[1]}, or another table",
                 )
+            if self.chunks not in (None, table.num_chunks):
+                raise ShardingError(
+                    f"chunks={self.chunks}, and the schedule's table has {table.num_chunks}", fix="leave chunks out"
+                )
             return table
         name = self.schedule or ("interleaved_1f1b" if (self.chunks or 1) > 1 else "1f1b")
         return build(name, stages=stages, chunks=self.chunks, microbatches=microbatches)
@@ -159,11 +171,29 @@ class Plan:
                 "tensor_reduce_dtype=bfloat16 with compute_dtype=float32: the compiler adds partial products in their "
                 "own dtype or a wider one; fix: compute_dtype=bfloat16, or leave tensor_reduce_dtype out"
             )
-        return [*problems, *self._pipeline_problems()]
+        return [*problems, *self._pipeline_problems(), *self._context_problems()]
+
+    def _context_problems(self) -> list[str]:
+        if "context" in self.mesh.names and self.mesh.size("context") != 1:
+            if self.lowering == "automatic" and (self.random_slices or 1) > 1:
+                return [
+                    "random_slices with a context axis under the automatic lowering: JAX maps no partly manual region "
+                    "over a sharded dim; fix: lowering=explicit, or leave random_slices out"
+                ]
+            return []
+        return [
+            f"{name}={value!r} is for divided sequences, and mesh {self.mesh} has no context axis; fix: name "
+            f"context=N, or leave {name} out"
+            for name, value in {"attention": self.attention, "placement": self.placement}.items()
+            if value is not None
+        ]
 
     def _pipeline_problems(self) -> list[str]:
         if not self.is_pipeline:
-            given = {"schedule": self.schedule, "chunks": self.chunks, "residuals": self.residuals}
+            given: dict[str, Any] = {"chunks": self.chunks, "residuals": self.residuals}
+            given["schedule"] = None if self.schedule is None else self.schedule.strip().splitlines()[0]
+            given |= {"idle": None if self.idle == "skip" else self.idle}
+            given |= {"balance": None if self.balance == "even" else self.balance}
             return [
                 f"{name}={value!r} is for a pipeline, and mesh {self.mesh} has no stage axis; fix: name stage=N, or "
                 f"leave {name} out"
@@ -190,6 +220,8 @@ class Plan:
             return self.lowering, "the plan says so"
         if self.is_pipeline:
             return "explicit", "a pipeline accumulates its microbatches locally and reduces once"
+        if self.mesh.size("context") > 1 and (self.random_slices or 1) > 1:
+            return "explicit", "logical slices of divided sequences run one device's at a time"
         if self.num_microbatches > 1:
             return "explicit", f"{self.num_microbatches} microbatches are accumulated locally and reduced once"
         if self.compute_dtype != "float32":
@@ -305,4 +337,6 @@ _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "tensor_reduce_dtype": (None, *get_args(Dtype)),
     "idle": get_args(Idle),
     "balance": get_args(Balance),
+    "attention": (None, *get_args(Attention)),
+    "placement": (None, *get_args(Placement)),
 }

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from meshes.build import abstract_mesh
-from meshes.errors import ShardingError, raise_collected
+from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import MeshShape
 from shardlib import annotate
 from shardlib import batch_spec as batches
@@ -33,7 +33,7 @@ from shardlib.pipeline.schedules import ALL
 from shardlib.pipeline.table import BACKWARD, FORWARD, Table
 from shardlib.place import active, structure_error
 from shardlib.plan import STAGE, Plan
-from shardlib.slices import BATCH
+from shardlib.slices import BATCH, check_divides
 from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, Resolution, entry_of
 from shardlib.strategies import DATA_LIKE
@@ -125,16 +125,30 @@ def stage_model(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, la
     check_executable(table)
     part, params, piece = abstract_part(loss, plan, params, batch_spec)
     parts = cut(part, params, piece, layer_leaves=layer_leaves)
+    _check_names(parts, plan)
     leaves = jax.tree.leaves(params)
     shared, sliced = jax.eval_shape(parts.side, [leaves[leaf] for leaf in parts.outer], jax.tree.leaves(piece))
     partition = partition_of(parts, plan, table)
     return Staging(
         parts=parts,
         partition=partition,
-        lowered=lower(table, costs_of(parts, partition), idle=plan.idle, form="fused"),
+        lowered=lower(table, costs_of(parts, partition, recomputes=recomputes(plan)), idle=plan.idle, form="fused"),
         layer_leaves=layer_leaves,
         paths=tuple(path for path, _ in leaves_with_paths(params)),
         num_side_inputs=(len(shared), len(sliced)),
+    )
+
+
+def _check_names(parts: Parts, plan: Plan) -> None:
+    policy = plan.kept_residuals
+    raise_collected(
+        [
+            f"no layer names a value {name!r}{nearest(name, parts.names)}"
+            for name in (policy.names if policy is not None else ())
+            if name not in parts.names
+        ],
+        heading=f"residuals='{policy}': names in the layers: {', '.join(parts.names) or 'none'}; fix: choose of these, "
+        'or mark the value in the layer with checkpoint_name(x, "NAME"):',
     )
 
 
@@ -146,14 +160,28 @@ def partition_of(parts: Parts, plan: Plan, table: Table) -> Partition:
     return Partition.balanced(parts.num_layers, placement, **shares(parts))
 
 
-def costs_of(parts: Parts, partition: Partition) -> Costs:
-    """F, B and W of every virtual stage in layers, embedding and head included: a backward pass is two forward ones."""
-    share = shares(parts)
-    work = [float(count) for count in partition.counts]
-    work[0] += share["embedding"]
-    work[-1] += share["head"]
-    forward = tuple(max(count, 1e-6) for count in work)
-    return Costs(forward=forward, backward=tuple(2 * count for count in forward), weight=forward)
+def costs_of(parts: Parts, partition: Partition, *, recomputes: bool) -> Costs:
+    """F and B of every virtual stage in layers, by matrix products.
+
+    A backward pass is two forward ones, three where the layers run again. The head's is part of the last stage's F.
+
+    Args:
+        recomputes: whether the backward pass runs the layers again.
+    """
+    share, again = shares(parts), 3 if recomputes else 2
+    forward = [float(count) for count in partition.counts]
+    backward = [again * count for count in forward]
+    forward[0] += share["embedding"]
+    backward[0] += 3 * share["embedding"]
+    forward[-1] += 3 * share["head"]
+    weight = tuple(float(count) for count in partition.counts)
+    return Costs(forward=tuple(forward), backward=tuple(backward), weight=weight)
+
+
+def recomputes(plan: Plan) -> bool:
+    """Whether a plan's backward passes run the layers again; products are what a policy of dots keeps."""
+    policy = plan.kept_residuals
+    return policy is None or policy.kind not in ("none", "dots")
 
 
 def check_rules(plan: Plan) -> None:
@@ -183,6 +211,8 @@ def check_executable(table: Table) -> None:
 def abstract_part(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any) -> tuple[Any, Any, Any]:
     """The loss of one microbatch of one data shard, with abstract arguments: what `cut` takes."""
     parts = plan.num_batch_shards * plan.num_microbatches
+    why = f"{plan.num_batch_shards} shards x {plan.num_microbatches} microbatches"
+    check_divides(batch_spec, parts=parts, why=why)
     rows = {leaf.shape[leaf.axes.index(BATCH)] // parts for leaf in batches.with_axis(batch_spec, BATCH)}
     small = batches.resized(batch_spec, batch=max(min(rows), 1)) if rows else batch_spec
     piece = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), batches.abstract(small))
@@ -216,8 +246,11 @@ def given(tree: Any, specs: Any, mesh: MeshShape) -> Resolution:
 
 def place_on_stages(found: Resolution, staging: Staging, mesh: MeshShape) -> Resolution:
     """Specs in which layers are split over stages, and every other parameter is stored in parts over them."""
+    unrolled = {leaf for kind in staging.parts.stacked if kind.dim is None for leaf in kind.leaves}
     entries = [
-        _layers(entry, staging, staging.dims[position], mesh) if position in staging.dims else _spread(entry, mesh)
+        _layers(entry, staging, staging.dims[position], mesh)
+        if position in staging.dims
+        else _spread(entry, mesh, alone=position in unrolled)
         for position, entry in enumerate(found.entries)
     ]
     treedef = jax.tree.structure(found.specs, is_leaf=is_spec)
@@ -233,8 +266,12 @@ def _layers(entry: Entry, staging: Staging, dim: int, mesh: MeshShape) -> Entry:
     return entry_of(entry.path, entry.shape, entry.dtype, entry.names, tuple(decisions), mesh)
 
 
-def _spread(entry: Entry, mesh: MeshShape) -> Entry:
-    """The largest dim that divides is stored in parts over the stages, which gather it once per step."""
+def _spread(entry: Entry, mesh: MeshShape, *, alone: bool) -> Entry:
+    """The largest dim that divides is stored in parts over the stages.
+
+    Args:
+        alone: it is a layer's, stored by itself; else all stages gather it.
+    """
     stages = mesh.size(STAGE)
     decisions = [_without_stage(decision) for decision in entry.decisions]
     local = [_local(decision, mesh) for decision in decisions]
@@ -242,7 +279,8 @@ def _spread(entry: Entry, mesh: MeshShape) -> Entry:
     if fitting:
         dim = max(fitting, key=lambda d: local[d])
         old = decisions[dim]
-        reason = f"{old.reason}; stored in parts over {STAGE}={stages}, gathered once per step"
+        moved = "exchanged for whole layers once per step" if alone else "gathered once per step"
+        reason = f"{old.reason}; stored in parts over {STAGE}={stages}, {moved}"
         decisions[dim] = replace(old, mesh_axes=(*old.mesh_axes, STAGE), reason=reason)
     return entry_of(entry.path, entry.shape, entry.dtype, entry.names, tuple(decisions), mesh)
 

@@ -22,7 +22,7 @@ from shardlib.pipeline.simulate import simulate
 from shardlib.pipeline.stack import Stacked
 from shardlib.plan import STAGE, Plan
 from shardlib.remat import Policy
-from shardlib.staging import Staging, costs_of, shares
+from shardlib.staging import Staging, costs_of, recomputes, shares
 
 SEVERAL: Final = " ... "
 """Between the first and the last path of a kind of parameter that every layer has as an array of its own."""
@@ -172,7 +172,7 @@ def staging_facts(staging: Staging, plan: Plan, params: Any) -> StagingFacts:
     """
     parts, partition, lowered = staging.parts, staging.partition, staging.lowered
     share = shares(parts)
-    costs = costs_of(parts, partition)
+    costs = costs_of(parts, partition, recomputes=recomputes(plan))
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
     per_layer = sum(sizes[leaf] for kind in parts.stacked for leaf in kind.leaves) // parts.num_layers
     lockstep = simulate(lowered.table, costs, lockstep=True, idle=plan.idle, form=lowered.ticks.form)

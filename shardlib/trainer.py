@@ -84,6 +84,7 @@ class Trainer:
             mask=self._mask,
             staging=bound.staging,
             abstract_params=bound.abstract_params,
+            context=bound.context,
         )
         self.state_shardings: TrainState = shardings(specs, self.mesh)
         self.batch_shardings = shardings(bound.batch.specs, self.mesh)
@@ -251,7 +252,8 @@ class Trainer:
             wanted = self.state_shardings
             placed = shardings(resolve(spec, rules, self.mesh).specs, self.mesh)
             plan = self.bound.plan
-            in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype)
+            context = self.bound.context
+            in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, context=context)
             step: Any = eval_step(self._loss, active=in_force, compute_dtype=plan.compute_dtype)
             if plan.is_pipeline:
                 step = self._staged_evaluation(spec, placed)
@@ -311,6 +313,8 @@ class Trainer:
             elif _canonical(given[path]) != leaf.dtype:
                 problems.append(f"{path!r} has dtype {_canonical(given[path])}, and the batch spec says {leaf.dtype}")
         raise_collected(problems, heading="the batch does not fit its batch spec; fix: resize it, or bind again:")
+        if self.bound.context is not None:
+            batch = self.bound.context.reordered(batch, spec)
         return jax.device_put(batch, placed)
 
 

@@ -26,7 +26,7 @@ def divergent(program: Program, mesh: MeshShape) -> tuple[Collective, ...]:
         for collective in program.collectives
         if collective.in_branch
         and MESSAGE_SCOPE not in (collective.op_name or "")
-        and (collective.kind == "collective-permute" or STAGE in axes_of(collective, mesh).axes)
+        and (collective.kind == "collective-permute" or STAGE in (axes_of(collective, mesh).axes or ()))
     )
 
 

@@ -20,9 +20,10 @@ from shardlib.annotate import BOUNDARY
 from shardlib.jax_compat import constants_of, constraint_of, scan_signature, source_line
 from shardlib.layer_scan import LayerScan, Source, equations_within, without_checkpoints
 from shardlib.pipeline.parts import Leaves, Parts
-from shardlib.pipeline.segments import segments_of
+from shardlib.pipeline.segments import Equations, segments_of
 from shardlib.pipeline.stack import Chain, Given, Stack, Stacked, chains_of
 from shardlib.programs import Program, equation_flops, flatten, needed, subprogram
+from shardlib.remat import checkpoint_names
 from shardlib.tree_paths import leaves_with_paths
 
 MARKER = "x = layer_boundary(x) before the first layer and after every layer"
@@ -157,7 +158,7 @@ def _stack_of(program: Program, candidate: _Candidate, paths: list[str]) -> Stac
 
 
 def _no_layers(program: Program, paths: list[str]) -> ShardingError:
-    loops = [e for e in equations_within(_Equations(program.equations)) if e.primitive.name in ("scan", "while")]
+    loops = [e for e in equations_within(Equations(program.equations)) if e.primitive.name in ("scan", "while")]
     described = [
         f"- a scan of {e.params['length']} steps{_at(e)}" if e.primitive.name == "scan" else f"- a while loop{_at(e)}"
         for e in loops[:8]
@@ -168,11 +169,6 @@ def _no_layers(program: Program, paths: list[str]) -> ShardingError:
         f"Found:\n{found}",
         fix=f"put the layers under nn.scan, nnx.scan or lax.scan; or mark them in the model: {MARKER}",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Equations:
-    eqns: tuple[Any, ...]
 
 
 def _at(equation: Any) -> str:
@@ -226,6 +222,7 @@ def _parts(program: Program, stack: Stack, paths: list[str]) -> Parts:
         carry=tuple(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in carried),
         outputs=tuple(_stack_shape(variables, stack.num_layers) for variables in made),
         carry_specs=_carry_specs(stack, flow, carried),
+        names=checkpoint_names(Equations(stack.body.equations)),
         where=stack.where,
         flops=(
             flops(stack.before, carried),

@@ -36,6 +36,7 @@ class Parts:
         outputs: the outputs of all layers as abstract arrays [L, ...].
         carry_specs: how the model places each carry over mesh axes that the compiler manages; whole where it does not
             say.
+        names: given by `checkpoint_name` to values of a layer.
         where: the scan or the markers that were cut, with the model's line.
         flops: FLOPs of matrix products in pre, one block, post and side, forward.
     """
@@ -50,6 +51,7 @@ class Parts:
     carry: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     carry_specs: tuple[P, ...] = ()
+    names: tuple[str, ...] = ()
     where: str = "by hand"
     flops: tuple[int, int, int, int] = (0, 0, 0, 0)
 

@@ -30,7 +30,7 @@ def segments_of(program: Program, paths: list[str]) -> Stack | None:
     _check_markers(program, groups)
     # Calls inside the layers are opened: what they fold into keys differs from layer to layer.
     layers = program.equations[groups[0][0] : groups[-1][-1]]
-    inside = {id(e) for e in layers} | {id(e) for e in equations_within(_Equations(layers))}
+    inside = {id(e) for e in layers} | {id(e) for e in equations_within(Equations(layers))}
     program = reflatten(program, lambda call: id(call) in inside)
     groups = _markers(program.equations)
     bounds = [(groups[k][-1] + 1, groups[k + 1][0]) for k in range(len(groups) - 1)]
@@ -49,7 +49,7 @@ def segments_of(program: Program, paths: list[str]) -> Stack | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Equations:
+class Equations:
     """Equations where a jaxpr is expected."""
 
     eqns: tuple[Any, ...]

@@ -60,12 +60,13 @@ sgd = optax.sgd(0.1)
 wanted = reference.one_device(example, sgd, num_steps=1)
 rules = default_rules().with_first(Rules.parse(["mlp -> other"]))
 for mesh in MESHES:
-    plan = {"mesh": mesh, "rules": rules} if "other" in mesh else {"mesh": mesh}
+    # Beside a second axis of the compiler's the operands are gathered, with moves that branches must not hold.
+    plan = {"mesh": mesh, "rules": rules, "idle": "mask"} if "other" in mesh else {"mesh": mesh}
     found = reference.pipelined(example, sgd, num_steps=1, num_microbatches=2, **plan)
     reference.assert_equal(found, wanted)
     print("equal on", mesh, flush=True)
 """
-MESHES = ("stage=2,tensor=2", "stage=2,data=2,tensor=2", "stage=2,fsdp=2,tensor=2")
+MESHES = ("stage=2,tensor=2", "stage=2,data=2,tensor=2", "stage=2,fsdp=2,tensor=2", "stage=2,tensor=2,other=2")
 
 
 def run(meshes):
@@ -78,10 +79,3 @@ def test_gathers_over_a_split_vocabulary_do_not_abort():
     done = run(MESHES)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.splitlines() == [f"equal on {mesh}" for mesh in MESHES]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xfail(strict=True, reason="XLA's partitioner aborts at a gather when two axes of size > 1 are automatic")
-def test_gathers_beside_a_second_automatic_axis():
-    """tensor and another axis of rules: the gather must become a comparison, or the plan must be refused."""
-    assert run(("stage=2,tensor=2,other=2",)).returncode in (0, 1), "1 is an error that can be read"
