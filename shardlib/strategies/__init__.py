@@ -1,13 +1,15 @@
 """Strategies: the default meaning of every mesh axis, and the rules they make together."""
 
 from shardlib.rules import Rule, Rules
+from shardlib.strategies.context import context
 from shardlib.strategies.data import data
 from shardlib.strategies.fsdp import fsdp
 from shardlib.strategies.replica import replica
+from shardlib.strategies.stage import stage
 from shardlib.strategies.strategy import Strategy
 from shardlib.strategies.tensor import tensor
 
-ALL = (replica, data, fsdp, tensor)
+ALL = (replica, data, fsdp, stage, context, tensor)
 
 DATA_LIKE = tuple(strategy.axis for strategy in ALL if strategy.splits_batch)
 """Mesh axes that take a share of the batch; two lowerings exist for them, automatic and explicit."""

@@ -18,6 +18,10 @@ Tensors = Literal[
     "row outputs",  # the residual stream, once for each product whose weights are split by row
     "embeddings",  # rows of a vocabulary table that is split along the vocabulary
     "token statistics",  # one number per token, of logits split along the vocabulary
+    "activations",  # what a pipeline stage hands to the next: the residual stream and what goes with it
+    "cotangents",  # gradients of the same, handed back
+    "single layers",  # parameters of layers that a model holds one by one, to the stage of each
+    "gradients of single layers",  # and back
 ]
 
 
