@@ -162,7 +162,7 @@ def test_explaining_needs_no_more_than_shapes():
             "data=2,tensr=4",
             "no rule uses the axis 'tensr' (did you mean 'tensor'?), so its 4 devices would",
         ),
-        ("data=2,stage=2", "no rule uses the axis 'stage', so its 2 devices would do the same work"),
+        ("data=2,expert=2", "no rule uses the axis 'expert', so its 2 devices would do the same work"),
     ],
 )
 def test_a_mesh_axis_that_no_rule_uses_is_an_error(mesh, says):
