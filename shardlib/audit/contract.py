@@ -117,10 +117,11 @@ def hold(program: Program, promises: Iterable[PromisedCollective], mesh_shape: M
     """Compares what a program moves with what was promised, per set of mesh axes and kind.
 
     Exact promises (data-like axes under the explicit lowering, stages) must be met to the byte, in or outside of a
-    loop as promised; a backend that widens 16-bit elements is allowed for. A program does not say how often a branch is
-    taken: what is promised under one must be under one, and is held as if it were taken in every turn. What the compiler manages must together stay below
-    the backend's known form of the promises, for the compiler moves bytes from one axis to another, and the excess of
-    each axis over its promises is reported. Sums of scalars and the optimizer's own sums are shown and not held.
+    loop as promised; a backend that widens 16-bit elements is allowed for. A program does not say how often a branch
+    is taken: what is promised under one must be under one, and is held as if it were taken in every turn. What the
+    compiler manages must together stay below the backend's known form of the promises, for the compiler moves bytes
+    from one axis to another, and the excess of each axis over its promises is reported. Sums of scalars and the
+    optimizer's own sums are shown and not held.
 
     Args:
         program: of a whole train step, compiled on that mesh.
