@@ -123,7 +123,9 @@ def qrnn(
     Source: Bradbury et al. 2016 (1611.01576) section 2.
     """
     dtype = dtype or jnp.promote_types(x.dtype, kernel.dtype)
-    x, width = x.astype(dtype), kernel.shape[0]
+    # Without its embed name x is not divided along the length between the products of a tensor axis: windows of such
+    # parts would send to their neighbours, which in a pipeline waits for devices that never come.
+    x, width = annotate.constrain(x.astype(dtype), "batch", "length", None), kernel.shape[0]
     before = jnp.zeros((x.shape[0], width - 1, x.shape[2]), dtype) if state is None else state.inputs.astype(dtype)
     seen = windows(x, width=width, before=None if state is None else before)
     if positions is not None:

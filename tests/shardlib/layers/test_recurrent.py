@@ -100,9 +100,19 @@ def with_gradients(kind, **options):
     return jax.tree.map(np.asarray, {"found": found, "grads": grads})
 
 
-@pytest.mark.parametrize("kind", ["sru", "qrnn"])
-def test_a_layer_over_a_divided_sequence_equals_one_device(kind):
-    mesh = make_mesh("data=2,context=4")
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("sru", "data=2,context=4"),
+        ("qrnn", "data=2,context=4"),
+        pytest.param("sru of equal sizes", "data=2,context=2", marks=pytest.mark.exhaustive),
+        pytest.param("qrnn", "data=2,context=2", marks=pytest.mark.exhaustive),
+        pytest.param("sru", "context=8", marks=pytest.mark.exhaustive),
+        pytest.param("qrnn", "context=8", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_layer_over_a_divided_sequence_equals_one_device(kind, mesh):
+    mesh = make_mesh(mesh)
     options = {"recurrence": functools.partial(context_recurrence, mesh=mesh)}
     if kind == "qrnn":
         options["windows"] = functools.partial(context_windows, mesh=mesh)
