@@ -31,6 +31,11 @@ def bound(mesh, *, example=None, sizes=(), **plan):
     return sl.bind(module, loss, sl.Plan(mesh=mesh, **plan), spec)
 
 
+def staging_of(made):
+    assert made.staging is not None
+    return made.staging
+
+
 @functools.cache
 def program(mesh, **plan):
     """A micro GPT under a plan, and the collectives of its compiled train step."""
@@ -43,7 +48,7 @@ def check(made, moved):
     assert contract.problems == contract.unattributed == (), str(contract)
     exact = [row for row in contract.rows if row.exact]
     assert {"stage"} < {axis for row in exact for axis in row.axes} or made.plan.mesh.num_devices <= 4
-    assert all(abs(row.excess_bytes) <= row.unread_bytes for row in exact), str(contract)
+    assert all(-row.unread_bytes <= (row.excess_bytes or 0) <= row.scalar_bytes for row in exact), str(contract)
     return contract
 
 
@@ -58,7 +63,8 @@ MESHES = [
 MORE = [
     ("stage=2,fsdp=2", {"num_microbatches": 4, "gather": "microbatch"}),
     ("stage=2,fsdp=2,tensor=2", {"num_microbatches": 4, "gather": "microbatch", "chunks": 2}),
-    ("stage=2,fsdp=2", {"num_microbatches": 4, "gather": "microbatch", "idle": "mask", "compute_dtype": "bfloat16"}),
+    ("stage=2,fsdp=2", {"num_microbatches": 4, "gather": "microbatch", "idle": "mask", "chunks": 2}),
+    ("stage=2,fsdp=2", {"num_microbatches": 4, "gather": "microbatch", "compute_dtype": "bfloat16"}),
     ("stage=2,data=2", {"num_microbatches": 4, "idle": "mask", "zero": 2}),
     ("stage=2,data=2", {"num_microbatches": 4, "zero": 3, "schedule": "gpipe"}),
     ("stage=2,data=2", {"num_microbatches": 2, "compute_dtype": "bfloat16", "random_slices": 8}),
@@ -91,7 +97,13 @@ def test_all_kinds_of_pipelines_keep_their_promises(mesh, plan):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("mesh", "plan"), MESHES, ids=str)
+@pytest.mark.xfail(strict=True, reason="the same rows in every tick and no branch: the compiler gathers them once")
+def test_masked_ticks_gather_again():
+    check(*program("stage=2,fsdp=2", num_microbatches=4, gather="microbatch", idle="mask"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("mesh", "plan"), [*MESHES, MORE[0]], ids=str)
 def test_optimized_programs_keep_their_promises(mesh, plan, optimized):
     made = bound(mesh, **plan)
     check(made, compiled(sl.Trainer(made, SGD, check_separable=False).lowered))
@@ -101,11 +113,11 @@ def test_optimized_programs_keep_their_promises(mesh, plan, optimized):
 def test_padded_rows_count_as_moved():
     made = bound("stage=2,data=2", sizes={"layers": 5}, num_microbatches=4)
     check(made, compiled(sl.Trainer(made, SGD, check_separable=False).lowered))
-    layer = sum(
-        math.prod(leaf.shape[1:]) for leaf in jax.tree.leaves(made.abstract_params["layers"]) if leaf.shape[0] == 5
-    )
+    sizes = {entry.path: math.prod(entry.shape) for entry in made.params.entries}
     whole = next(one for one in made.promised() if one.what == "whole gradients")
-    assert whole.axis == "data" and whole.bytes_per_device == 2 * 1 / 2 * 4 * 3 * layer  # 3 rows for 5 / 2 layers
+    # 2 (d-1)/d, 4 bytes; a stage's half of the 6 rows, and the half of the others that scattering has left.
+    assert whole.axis == "data" and whole.bytes_per_device == 2 * 1 / 2 * 4 * sum(sizes.values()) / 2
+    assert {entry.shape[0] for entry in made.params.entries if "layers" in entry.names} == {6}
 
 
 @pytest.mark.exhaustive
@@ -157,11 +169,11 @@ def test_ticks_permute_and_neither_reduce_over_data_nor_gather(mesh, plan):
     made, moved = program(mesh, **plan)
     inside = [(one, axes_of(one, made.plan.mesh).axes) for one in moved.collectives if one.loop_depth]
     permutes = [one for one, axes in inside if one.kind == "collective-permute"]
-    channels = [channel for channel in made.staging.lowered.channels if channel.shift]
+    channels = [channel for channel in staging_of(made).lowered.channels if channel.shift]
     assert len(permutes) == len(channels) == 2
-    assert all(one.in_branch and one.times_executed == made.staging.lowered.num_ticks for one in permutes)
+    assert all(one.in_branch and one.times_executed == staging_of(made).lowered.num_ticks for one in permutes)
     others = [(one, axes) for one, axes in inside if one.kind != "collective-permute"]
-    assert not [one for one, axes in others if set(axes) & {*DATA_LIKE, "stage"}]
+    assert not [one for one, axes in others if {*DATA_LIKE, "stage"} & {*(axes or ())}]
     # The compiler gathers a vocabulary to look rows up in it; nothing else becomes whole.
     sharded = {entry.shape for entry in made.params.entries if entry.num_shards > 1 and "vocab" not in entry.names}
     wholes = sharded | {shape[1:] for shape in sharded}
@@ -183,7 +195,7 @@ def test_permutes_run_in_the_ticks_in_which_somebody_sends(monkeypatch):
     jax.block_until_ready(trainer.step(trainer.init(jax.random.key(0)), {"inputs": rows, "targets": rows}))
     jax.effects_barrier()
     promised = sum(one.count for one in made.promised() if one.kind == "collective-permute")
-    assert promised == sum(map(sum, made.staging.lowered.ticks.sends)) < 2 * made.staging.lowered.num_ticks
+    assert promised == sum(map(sum, staging_of(made).lowered.ticks.sends)) < 2 * staging_of(made).lowered.num_ticks
     assert len(calls) == 4 * promised  # on each of four devices
 
 
@@ -270,7 +282,7 @@ def bare_flops(jaxpr):
 
 def tick_body(made):
     """What one tick does, as a jaxpr, and F and B in it."""
-    ticks = made.staging.lowered.num_ticks
+    ticks = staging_of(made).lowered.num_ticks
     scans = [
         equation
         for equation in equations_of(Traced(made, SGD, check_separable=False).lowered.jaxpr)
@@ -292,7 +304,7 @@ def tick_flops(residuals, chunks=None):
     made = bound("stage=2,data=2", num_microbatches=4, chunks=chunks, residuals=residuals)
     body, work = tick_body(made)
     assert len(work) == 2 and bare_flops(body) == 0  # all work is under a conditional
-    return [(bare_flops(each), product_flops(each) - bare_flops(each)) for each in work], made.staging
+    return [(bare_flops(each), product_flops(each) - bare_flops(each)) for each in work], staging_of(made)
 
 
 @pytest.mark.parametrize(
@@ -339,8 +351,8 @@ def slopes(counts, **plan):
         made = bound("stage=2", sizes=sizes, num_microbatches=count, **plan)
         step = sl.Trainer(made, SGD, check_separable=False).lowered.compile()
         taken.append(step.memory_analysis().temp_size_in_bytes)
-    partition = made.staging.partition
-    activations = made.staging.parts.message_bytes * partition.most * partition.placement.num_chunks
+    partition = staging_of(made).partition
+    activations = staging_of(made).parts.message_bytes * partition.most * partition.placement.num_chunks
     tokens = 2 * ROWS * LENGTH * 4  # inputs and targets, int32
     pairs = zip(taken, taken[1:], counts, counts[1:])
     return [((after - before) / (more - fewer) - tokens) / activations for before, after, fewer, more in pairs]
@@ -370,11 +382,11 @@ def test_memory_of_gpipe_grows_with_microbatches(optimized):
 def test_rings_hold_what_the_simulator_says_is_in_flight(schedule, chunks, peaks):
     sizes = {"layers": 8, "batch": 16}
     made = bound("stage=4", sizes=sizes, num_microbatches=16, schedule=schedule, chunks=chunks, residuals="stage")
-    lowered, virtual = made.staging.lowered, chunks or 1
+    lowered, virtual = staging_of(made).lowered, chunks or 1
     found = simulate(lowered.table, lockstep=True, form=lowered.ticks.form)
     in_flight = tuple(round(virtual * peak) for peak in found.peak_in_flight)
     assert in_flight == lowered.buffer("residual_input").sizes == peaks
-    message = made.staging.parts.message[0].shape
+    message = staging_of(made).parts.message[0].shape
     body, _ = tick_body(made)
     carried = [var.aval.shape for var in opened(body).invars]
     slots = (lowered.buffer("saved_input").size, lowered.buffer("cotangent").size)
