@@ -211,6 +211,14 @@ def source_line(equation: Any) -> str:
     return ""
 
 
+def scope_and_line(equation: Any) -> tuple[str, str]:
+    """Names of the modules around an equation, relative to the enclosing jaxpr, and the user's file and line.
+
+    Seen: `source_info.name_stack` in 0.10.2 and 0.12.0. `jax.extend` has no reading of it.
+    """
+    return str(equation.source_info.name_stack), source_line(equation)
+
+
 def manual_axes(jaxpr: Any) -> set[str]:
     """Mesh axes that a program, or a program nested in it, is manual over.
 

@@ -7,6 +7,7 @@ In: `Bound`, an optax optimizer, numpy or JAX batches. Out: states and metrics.
     state, metrics = trainer.step(state, batch)
 """
 
+import functools
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -23,10 +24,12 @@ from shardlib import batch_spec as batches
 from shardlib.audit.divergence import check_no_divergence
 from shardlib.audit.hlo import parse
 from shardlib.binding import Bound
+from shardlib.context import ContextUse, attention_itemsize, some_rows
 from shardlib.gradients import StepSpecs, gradient_function, staged_evaluation
 from shardlib.objective import Metrics, Sums
 from shardlib.optimizer_specs import abstract_state, optimizer_specs
 from shardlib.place import active, place, shardings, structure_error
+from shardlib.plan import Plan
 from shardlib.rules import Rules
 from shardlib.separable import NUM_PARTS, NUM_ROWS, check_same, compared, first_rows
 from shardlib.slices import BATCH, batch_dims
@@ -50,6 +53,8 @@ class Trainer:
             optimizer state and stays bit-equal. None trains all.
         check_separable: where the plan cuts the batch, compare the loss of a few rows with that of their halves before
             the first step; off for a loss known to be a sum over rows.
+        check_order: where devices hold tokens in another order than that of positions, compare the loss of a few short
+            rows in both before the first step; off for a loss known not to shift tokens itself.
 
     Raises:
         ShardingError: a mesh of another shape than the plan's.
@@ -63,6 +68,7 @@ class Trainer:
         mesh: Mesh | None = None,
         trainable: Predicate | None = None,
         check_separable: bool = True,
+        check_order: bool = True,
     ):
         self.bound = bound
         self.optimizer = optimizer
@@ -90,6 +96,7 @@ class Trainer:
         self.batch_shardings = shardings(bound.batch.specs, self.mesh)
         self._loss = bound.loss
         self._to_check = check_separable and bound.plan.cuts_batch is not None
+        self._order_to_check = check_order and bound.context is not None and bound.context.placement != "contiguous"
         self._last_state: TrainState | None = None
         self._train: Any = None
         self._evals: dict[Any, tuple[Any, Any]] = {}
@@ -180,6 +187,8 @@ class Trainer:
         placed = self._placed_batch(batch, self.bound.batch_spec, self.batch_shardings)
         if self._to_check:
             self._check_separable(state.params, batch)
+        if self._order_to_check:
+            self._check_order(state, batch)
         state, metrics = self.compiled(state, placed)
         self._last_state = state
         return state, metrics
@@ -200,18 +209,43 @@ class Trainer:
         ):
             return
         rows = first_rows(batch, dims)
+        # Rows are as they were given: in the order of positions.
+        context = self.bound.context and replace(self.bound.context, placement="contiguous")
         replicated = NamedSharding(self.mesh, P())
         if plan.is_pipeline:
             small = batches.resized(spec, batch=NUM_ROWS)
             whole = jax.tree.map(lambda _: replicated, self.batch_shardings)
-            runs = [self._staged_evaluation(small, whole, num_microbatches=parts) for parts in (1, NUM_PARTS)]
+            staged: Any = functools.partial(self._staged_evaluation, small, whole, plan=plan, context=context)
+            runs = [staged(num_microbatches=parts) for parts in (1, NUM_PARTS)]
             compare: Any = lambda params, rows: [run(params, rows, None).metrics() for run in runs]  # noqa: E731
         else:
-            in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype)
+            in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, context=context)
             compare = compared(self._loss, dims, active=in_force, compute_dtype=plan.compute_dtype)
         with jax.set_mesh(self.mesh):
             together, apart = jax.jit(compare, out_shardings=replicated)(params, jax.device_put(rows, replicated))
         check_same(together, apart, compute_dtype=plan.compute_dtype, why=plan.cuts_batch or "")
+
+    def _check_order(self, state: TrainState, batch: Any) -> None:
+        """Once, before the first step of a plan under which devices hold tokens in another order."""
+        self._order_to_check = False
+        context, spec = self.bound.context, self.bound.batch_spec
+        assert context is not None
+        one, rows = some_rows(batch, spec, length=context.short_length)
+        itemsize = attention_itemsize(self._loss, self.bound.abstract_params, one, self.bound.abstract_collections)
+        if itemsize is None:  # made for one length alone
+            one, rows = some_rows(batch, spec, length=None)
+            itemsize = 4
+        # Another kind has the same result and a smaller program; float32 shows more; without branches any model may
+        # run in stages.
+        context = replace(context, kind="gather")
+        plan = replace(self.bound.plan, compute_dtype="float32", reduce_dtype="float32", tensor_reduce_dtype=None)
+        plan = replace(plan, idle="mask") if plan.is_pipeline else plan
+        found = []
+        for use in (context, replace(context, placement="contiguous")):
+            executable, placed = self._compiled_evaluation(one, plan, use)
+            given = [jax.device_put(use.reordered(row, one), placed) for row in rows]
+            found.append([executable(state.params, row, state.collections).metrics() for row in given])
+        context.check_same_order(*found, itemsize=itemsize)
 
     def evaluate(self, state: TrainState, batch: Any) -> Metrics:
         """Metrics of one batch without randomness and without a change of the state; it may be short."""
@@ -248,31 +282,31 @@ class Trainer:
         """The executable and the batch's shardings for batches of this size."""
         key = tuple(leaf.shape for leaf in jax.tree.leaves(spec, is_leaf=batches.is_spec))
         if key not in self._evals:
-            rules = _whole_when_indivisible(self.bound.plan.rules)
-            wanted = self.state_shardings
-            placed = shardings(resolve(spec, rules, self.mesh).specs, self.mesh)
-            plan = self.bound.plan
-            context = self.bound.context
-            in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, context=context)
-            step: Any = eval_step(self._loss, active=in_force, compute_dtype=plan.compute_dtype)
-            if plan.is_pipeline:
-                step = self._staged_evaluation(spec, placed)
-            jitted = jax.jit(
-                step,
-                in_shardings=(wanted.params, placed, wanted.collections),
-                out_shardings=NamedSharding(self.mesh, P()),
-            )
-            state, batch = self.abstract_state, _with_shardings(batches.abstract(spec), placed)
-            lowered = self._lower(jitted, state.params, batch, state.collections)
-            self._evals[key] = (self._compile(lowered), placed)
+            self._evals[key] = self._compiled_evaluation(spec, self.bound.plan, self.bound.context)
         return self._evals[key]
 
-    def _staged_evaluation(self, spec: Any, placed: Any, *, num_microbatches: int | None = None) -> Any:
-        batch = jax.tree.map(lambda sharding: sharding.spec, placed)
-        specs = replace(self._specs, batch=batch, batch_spec=spec)
-        return staged_evaluation(
-            self._loss, self.bound.plan, mesh=self.mesh, specs=specs, num_microbatches=num_microbatches
+    def _compiled_evaluation(self, spec: Any, plan: Plan, context: ContextUse | None) -> tuple[Any, Any]:
+        rules = _whole_when_indivisible(plan.rules)
+        wanted = self.state_shardings
+        placed = shardings(resolve(spec, rules, self.mesh).specs, self.mesh)
+        in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, context=context)
+        step: Any = eval_step(self._loss, active=in_force, compute_dtype=plan.compute_dtype)
+        if plan.is_pipeline:
+            step = self._staged_evaluation(spec, placed, plan=plan, context=context)
+        jitted = jax.jit(
+            step,
+            in_shardings=(wanted.params, placed, wanted.collections),
+            out_shardings=NamedSharding(self.mesh, P()),
         )
+        state, batch = self.abstract_state, _with_shardings(batches.abstract(spec), placed)
+        return self._compile(self._lower(jitted, state.params, batch, state.collections)), placed
+
+    def _staged_evaluation(
+        self, spec: Any, placed: Any, *, plan: Plan, context: ContextUse | None, num_microbatches: int | None = None
+    ) -> Any:
+        batch = jax.tree.map(lambda sharding: sharding.spec, placed)
+        specs = replace(self._specs, batch=batch, batch_spec=spec, context=context)
+        return staged_evaluation(self._loss, plan, mesh=self.mesh, specs=specs, num_microbatches=num_microbatches)
 
     def _spec_for(self, batch: Any) -> Any:
         """The batch spec at the number of rows this batch has."""

@@ -7,6 +7,7 @@ import typer
 from shardlib.cli.options import Batch, Json, JsonSchema, Length, Model, Optimizer, RulesFile
 from shardlib.cli.output import note, print_json, stdout_for_results
 from shardlib.cli.plan_options import (
+    Attention,
     Balance,
     Chunks,
     Dtype,
@@ -14,6 +15,7 @@ from shardlib.cli.plan_options import (
     Lowering,
     Mesh,
     Microbatches,
+    Placement,
     PlanFile,
     RandomSlices,
     Remat,
@@ -44,6 +46,8 @@ def explain(
     residuals: Residuals = None,
     idle: Idle = None,
     balance: Balance = None,
+    attention: Attention = None,
+    placement: Placement = None,
     json: Json = False,
     json_schema: JsonSchema = False,
 ) -> None:
@@ -78,6 +82,8 @@ def explain(
         residuals=residuals,
         idle=idle,
         balance=balance,
+        attention=attention,
+        placement=placement,
     )
     meshes = [mesh] if versus is None else [mesh, versus]
     sides = changes_per_mesh(changes, meshes)

@@ -64,6 +64,14 @@ Idle = Annotated[Literal["skip", "mask"] | None, typer.Option(help="Idle slots o
 Balance = Annotated[
     Literal["even", "cost"] | None, typer.Option(help="Layers per stage: even, or embedding and head counted.")
 ]
+Attention = Annotated[
+    Literal["ring", "all_to_all", "gather"] | None,
+    typer.Option(help="Over a context axis; chosen by the bytes it sends otherwise."),
+]
+Placement = Annotated[
+    Literal["contiguous", "zigzag", "striped"] | None,
+    typer.Option(help="Of tokens on a context axis; what balances the work otherwise."),
+]
 OF_PIPELINES = ("schedule", "chunks", "residuals", "idle", "balance")
 """Fields of a plan that mean something on a mesh with a stage axis only; options have the same names."""
 
@@ -76,6 +84,8 @@ def plan_changes(
     dtype: str | None,
     lowering: str | None,
     random_slices: int | None,
+    attention: str | None,
+    placement: str | None,
     **pipeline: Any,
 ) -> dict[str, Any]:
     """The fields of `Plan` that these options set; `pipeline` are those of `OF_PIPELINES`.
@@ -90,6 +100,8 @@ def plan_changes(
         "compute_dtype": dtype,
         "lowering": lowering,
         "random_slices": random_slices,
+        "attention": attention,
+        "placement": placement,
         **pipeline,
     }
     if pipeline["schedule"] is not None and is_table_file(pipeline["schedule"]):

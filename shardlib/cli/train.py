@@ -19,6 +19,7 @@ from shardlib.cli.options import (
 )
 from shardlib.cli.output import CheckFailed, note, print_json, stdout_for_results
 from shardlib.cli.plan_options import (
+    Attention,
     Balance,
     Chunks,
     Dtype,
@@ -26,6 +27,7 @@ from shardlib.cli.plan_options import (
     Lowering,
     Mesh,
     Microbatches,
+    Placement,
     PlanFile,
     RandomSlices,
     Remat,
@@ -77,6 +79,8 @@ def train(
     residuals: Residuals = None,
     idle: Idle = None,
     balance: Balance = None,
+    attention: Attention = None,
+    placement: Placement = None,
     eval_every: Annotated[
         int | None,
         typer.Option(metavar="N", parser=whole_number("--eval-every", example=10), help="Evaluate on held-out text."),
@@ -102,6 +106,8 @@ def train(
         residuals=residuals,
         idle=idle,
         balance=balance,
+        attention=attention,
+        placement=placement,
     )
     make_plan = lambda plan_from: plan_from(mesh, file=plan, rules=rules, changes=changes)  # noqa: E731
     _train(
