@@ -24,7 +24,9 @@ _HOME = {
     "bind": "shardlib.binding",
     "constrain": "shardlib.annotate",
     "default_rules": "shardlib.strategies",
+    "layer_boundary": "shardlib.annotate",
     "make_mesh": "meshes.build",
+    "pipeline": "shardlib.pipeline",
     "resolve": "shardlib.specs",
     "shardings": "shardlib.place",
     "with_rules": "shardlib.place",
@@ -46,7 +48,9 @@ __all__ = [
     "bind",
     "constrain",
     "default_rules",
+    "layer_boundary",
     "make_mesh",
+    "pipeline",
     "resolve",
     "shardings",
     "with_rules",
@@ -57,7 +61,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'shardlib' has no attribute {name!r}")
     module = importlib.import_module(_HOME[name])
-    return module if name == "annotate" else getattr(module, name)
+    return module if name in ("annotate", "pipeline") else getattr(module, name)
 
 
 def __dir__() -> list[str]:

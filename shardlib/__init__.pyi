@@ -3,9 +3,11 @@ from meshes.build import make_mesh as make_mesh
 from meshes.errors import ShardingError as ShardingError
 from meshes.shape import MeshShape as MeshShape
 from shardlib import annotate as annotate
+from shardlib import pipeline as pipeline
 from shardlib._version import __version__ as __version__
 from shardlib.annotate import attention as attention
 from shardlib.annotate import constrain as constrain
+from shardlib.annotate import layer_boundary as layer_boundary
 from shardlib.batch_spec import ArraySpec as ArraySpec
 from shardlib.binding import bind as bind
 from shardlib.loss import Loss as Loss
@@ -36,7 +38,9 @@ __all__ = [
     "bind",
     "constrain",
     "default_rules",
+    "layer_boundary",
     "make_mesh",
+    "pipeline",
     "resolve",
     "shardings",
     "with_rules",

@@ -22,7 +22,16 @@ from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import STANDARD_AXES
 from shardlib import batch_spec as batches
 from shardlib.annotate import LAYERS, under
-from shardlib.context import AttentionCall, ContextUse, choose_context, divides_sequence
+from shardlib.context import (
+    CONTEXT,
+    LENGTH,
+    AttentionCall,
+    ContextUse,
+    check_lengths,
+    check_slot,
+    choose_context,
+    divides_sequence,
+)
 from shardlib.cost.promises import Arrays, PromisedCollective, Stages, promised
 from shardlib.decide import Decision, Names, split_blocks
 from shardlib.explanation import Explanation, tree_bytes
@@ -30,7 +39,7 @@ from shardlib.explicit import cast
 from shardlib.jax_compat import inputs_used
 from shardlib.objective import LossFunction, Sums, sums_of
 from shardlib.optimizer_specs import resolve_state
-from shardlib.pipeline.cut import cut
+from shardlib.pipeline.cutting import cut
 from shardlib.place import active
 from shardlib.plan import STAGE, Plan
 from shardlib.propose import is_bare
@@ -190,6 +199,7 @@ def bind(
             loss that is no scalar, or whose weight depends on the parameters.
     """
     mesh = abstract_mesh(plan.mesh)
+    check_lengths(batch_spec, plan.mesh)
     create = _creator(model, batch_spec, init)
     boxed, boxed_collections = _eval_shape(create)
     if is_bare(boxed) and not plan.rules.patterns:
@@ -295,8 +305,12 @@ def _trace(
     num_sums = _check_loss(traced, params, batches.abstract(batch_spec), collections)
     context = None
     if divides_sequence(plan.mesh):
+        calls = [call for call in heard if call is not None]
+        lengths = {leaf.shape[leaf.axes.index(LENGTH)] for leaf in batches.with_axis(batch_spec, LENGTH)}
+        for length in lengths | {call.query[1] for call in calls}:
+            check_slot(loss, params, batch_spec, collections, length=length, shards=plan.mesh.size(CONTEXT))
         context = choose_context(
-            [call for call in heard if call is not None],
+            calls,
             mesh=plan.mesh,
             batch_shards=plan.num_batch_shards * plan.num_microbatches,
             follows_positions=None in heard,

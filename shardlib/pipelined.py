@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from shardlib.accumulate import over_slices, scales_of, summed_weights
 from shardlib.explicit import Layout, cast, check_layout, gather_leaf, manual, reduce_leaf
 from shardlib.objective import LossFunction, Sums
-from shardlib.pipeline.cut import cut
+from shardlib.pipeline.cutting import cut
 from shardlib.pipeline.evaluate import Evaluator
 from shardlib.pipeline.execute import STAGE, Executor
 from shardlib.pipeline.forward_only import forward_only

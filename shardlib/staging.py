@@ -24,7 +24,7 @@ from shardlib.accumulate import over_slices
 from shardlib.decide import Decision
 from shardlib.objective import LossFunction
 from shardlib.pipeline.costs import Costs
-from shardlib.pipeline.cut import cut
+from shardlib.pipeline.cutting import cut
 from shardlib.pipeline.lower import lower
 from shardlib.pipeline.lowered import Lowered
 from shardlib.pipeline.partition import NO_LAYER, Partition

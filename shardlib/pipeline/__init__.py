@@ -34,6 +34,7 @@ __all__ = [
     "build",
     "check_no_divergence",
     "compare",
+    "cut",
     "lower",
     "simulate",
     "synthesize",
@@ -43,6 +44,7 @@ __all__ = [
 
 
 _LAZY = {
+    "cut": "shardlib.pipeline.cutting",
     "Parts": "shardlib.pipeline.parts",
     "check_no_divergence": "shardlib.audit.divergence",
     "value_and_grad": "shardlib.value_and_grad",

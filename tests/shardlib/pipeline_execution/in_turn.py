@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.pipeline.cut import cut
+from shardlib.pipeline.cutting import cut
 from shardlib.pipeline.parts import Parts
 
 

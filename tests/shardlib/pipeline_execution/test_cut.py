@@ -11,7 +11,7 @@ from flax import nnx
 from models import gpt, gpt_nnx, llama
 from shardlib.annotate import layer_boundary
 from shardlib.objective import sums_of
-from shardlib.pipeline.cut import cut
+from shardlib.pipeline.cutting import cut
 from tests import oracle
 from tests.shardlib.pipeline_execution import reference
 from tests.shardlib.pipeline_execution.in_turn import check, in_turn

@@ -7,7 +7,7 @@ import pytest
 
 from meshes import ShardingError
 from shardlib.annotate import layer_boundary
-from shardlib.pipeline.cut import cut
+from shardlib.pipeline.cutting import cut
 
 L, WIDTH, ROWS = 3, 8, 4
 MATRICES = jax.ShapeDtypeStruct((L, WIDTH, WIDTH), jnp.float32)
