@@ -144,10 +144,16 @@ class _Moves:
         """Whether layers are gathered once per step."""
         return self.layout.gather == "step"
 
-    def fetch(self, rows: Leaves) -> Leaves:
-        """Rows of one chunk as the ticks hold them, [most, ...], to whole ones, inside the region of the ticks."""
+    def fetch(self, rows: Leaves, turn: Any) -> Leaves:
+        """Rows of one chunk as the ticks hold them, [most, ...], to whole ones, inside the region of the ticks.
+
+        Args:
+            turn: a value of the tick, which the gather waits for: a compiler that sees the same gather in every tick
+                moves it out of the loop, and then whole layers stay in memory all the while.
+        """
         if self.hoisted:
             return rows
+        rows, _ = jax.lax.optimization_barrier((rows, turn))
         held = [P(None, *spec[1:]) for spec in self.held_specs(hoisted=False)]
         automatic = {axis for axis in self.layout.mesh.axis_names if axis not in (STAGE, *self.layout.axes)}
         gather = lambda rows: [gather_leaf(x, spec, over=DATA_LIKE) for x, spec in zip(rows, held)]  # noqa: E731
@@ -429,10 +435,10 @@ class _Core:
             passes = recomputing(work, chosen)
         else:
             first = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
-            rows = jax.eval_shape(self.moves.fetch, [first(leaf) for leaf in rows])
+            turn = jax.ShapeDtypeStruct((), jnp.int32)
+            rows = jax.eval_shape(self.moves.fetch, [first(leaf) for leaf in rows], turn)
             whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in outer]
-            number = jax.ShapeDtypeStruct((), jnp.int32)
-            like = (rows, whole, [first(leaf) for leaf in cut.pieces], number)
+            like = (rows, whole, [first(leaf) for leaf in cut.pieces], turn)
             passes = storing(work, chosen, like=(*like, list(parts.message)))
         return Executor(
             parts=parts,

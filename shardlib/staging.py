@@ -22,6 +22,7 @@ from shardlib import annotate
 from shardlib import batch_spec as batches
 from shardlib.accumulate import over_slices
 from shardlib.decide import Decision
+from shardlib.explicit import cast
 from shardlib.objective import LossFunction
 from shardlib.pipeline.costs import Costs
 from shardlib.pipeline.cutting import cut
@@ -220,6 +221,7 @@ def abstract_part(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any) 
     hidden = (*DATA_LIKE, STAGE)
     in_force = active(plan.rules, abstract_mesh(plan.mesh), hidden=hidden, sum_dtype=plan.tensor_reduce_dtype)
     part = over_slices(annotate.under(in_force, loss), 1, ())
+    params = jax.eval_shape(lambda tree: cast(tree, plan.compute_dtype), params)
     return lambda params, piece: part(params, *piece, None), params, (piece, key)
 
 

@@ -222,7 +222,9 @@ class Trainer:
             in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, context=context)
             compare = compared(self._loss, dims, active=in_force, compute_dtype=plan.compute_dtype)
         with jax.set_mesh(self.mesh):
-            together, apart = jax.jit(compare, out_shardings=replicated)(params, jax.device_put(rows, replicated))
+            rows = jax.device_put(rows, replicated)
+            compiled = self._compile(jax.jit(compare, out_shardings=replicated).lower(params, rows))
+            together, apart = compiled(params, rows)
         check_same(together, apart, compute_dtype=plan.compute_dtype, why=plan.cuts_batch or "")
 
     def _check_order(self, state: TrainState, batch: Any) -> None:

@@ -45,7 +45,7 @@ class Executor:
         skip: branch around idle slots; else compute and discard.
         split: whether the compiler may split messages over mesh axes of its own.
         inside: update rings within the branches, else outside; the same values.
-        fetch: from one chunk's parameters as they are held to whole ones.
+        fetch: (one chunk's parameters as they are held, a value of the tick) -> whole ones.
     """
 
     parts: Parts
@@ -57,7 +57,7 @@ class Executor:
     skip: bool
     split: bool
     inside: bool
-    fetch: Callable[[Leaves], Leaves] = lambda rows: rows
+    fetch: Callable[[Leaves, Any], Leaves] = lambda rows, turn: rows
 
     def gradients(
         self, rows: Leaves, outer: Leaves, pieces: Leaves, scales: tuple[Any, Any]
@@ -105,7 +105,7 @@ class Executor:
 
     def _whole(self, rows: Leaves) -> Leaves:
         """The parameters of all chunks as their gradients are accumulated, abstract."""
-        shapes = jax.eval_shape(self.fetch, [leaf[0] for leaf in rows])
+        shapes = jax.eval_shape(self.fetch, [leaf[0] for leaf in rows], jnp.int32(0))
         return [
             jax.ShapeDtypeStruct((held.shape[0], *leaf.shape), leaf.dtype)
             for held, leaf in zip(rows, shapes, strict=True)
@@ -259,7 +259,7 @@ class _Tick:
         return at_index(self.pieces, microbatch)
 
     def _chunk(self, chunk: Any) -> Leaves:
-        return self.of.fetch(at_index(self.rows, chunk))
+        return self.of.fetch(at_index(self.rows, chunk), chunk)
 
     def _deliver(self, channel: Channel, value: Leaves, rings: Rings, now: Now) -> Rings:
         name = self.of.input_ring if channel.kind == "F" else "cotangent"

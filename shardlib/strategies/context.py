@@ -7,6 +7,7 @@ Source: Liu et al. 2023 (2310.01889) section 3; Jacobs et al. 2023 (2309.14509) 
 """
 
 from shardlib.rules import Rule
+from shardlib.strategies.promise import Promise
 from shardlib.strategies.strategy import Strategy
 
 context = Strategy(
@@ -18,5 +19,6 @@ context = Strategy(
         Rule.parse("length -> context"),
     ),
     summary="sequences are divided along their length; attention exchanges keys and values, or heads",
-    promises=(),
+    # What attention sends depends on its kind, which a model's trace decides: `ops.context_choice` has those bytes.
+    promises=(Promise(kind="all-reduce", tensors="whole gradients", times="microbatch"),),
 )

@@ -19,6 +19,7 @@ tensor = Strategy(
         Rule.parse("heads -> tensor"),
         Rule.parse("kv_heads -> tensor; indivisible=replicate"),
         Rule.parse("mlp -> tensor"),
+        Rule.parse("stream -> tensor"),
         Rule.parse("length -> tensor; indivisible=replicate; beside=embed"),
     ),
     summary="heads, hidden units and vocabulary are split; the residual stream is split along the sequence",

@@ -97,7 +97,6 @@ def test_all_kinds_of_pipelines_keep_their_promises(mesh, plan):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.xfail(strict=True, reason="the same rows in every tick and no branch: the compiler gathers them once")
 def test_masked_ticks_gather_again():
     check(*program("stage=2,fsdp=2", num_microbatches=4, gather="microbatch", idle="mask"))
 
