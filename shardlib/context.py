@@ -29,7 +29,8 @@ from shardlib.tree_paths import leaves_with_paths
 
 CONTEXT: Final = "context"
 LENGTH: Final = "length"
-KINDS: Final = ("ring", "all_to_all", "gather")
+ALL_TO_ALL: Final = "all_to_all"
+KINDS: Final = ("ring", ALL_TO_ALL, "gather")
 NUM_ROWS: Final = 16
 """Rows whose metrics are compared in two orders."""
 
@@ -223,8 +224,8 @@ def choose_context(
         dtype_bytes=largest.itemsize,
         in_branch=in_branch,
     )
-    taken = kind or choice.kind
-    _check_kind(kind, choice, in_branch=in_branch)
+    _check_kind(kind, choice, placement=placement, in_branch=in_branch)
+    taken = kind or (choice.kind if placement in (None, "contiguous") else _best_moving(choice))
     may_move = follows_positions and not any(call.has_row_mask for call in calls)
     if placement not in (None, "contiguous") and not may_move:
         raise ShardingError(
@@ -233,8 +234,9 @@ def choose_context(
             "window= or segment_ids=",
         )
     balanced = next(candidate.placement for candidate in choice.candidates if candidate.kind == taken)
-    chosen = placement or (balanced if may_move and taken != "all_to_all" else "contiguous")
-    why = choice.reason if kind is None else f"the plan says {kind}\n{choice.reason}"
+    chosen = placement or (balanced if may_move and taken != ALL_TO_ALL else "contiguous")
+    said = [f"the plan says {name}" for name in (kind, placement) if name is not None]
+    why = "\n".join([*([", and ".join(said)] if said else []), choice.reason])
     if chosen == "contiguous" and largest.causal and placement is None and taken == "ring":
         why += "\ntokens stay in order (contiguous), so late devices work more: the model has no annotate.by_position"
     windows = [call.window or 1 for call in calls]
@@ -255,12 +257,23 @@ def _check_sizes(calls: Sequence[AttentionCall], *, length: int, shards: int, pl
         Rule(causal=call.causal, window=call.window).check_window(call.key[1])
 
 
-def _check_kind(kind: str | None, choice: Choice, *, in_branch: bool) -> None:
+def _check_kind(kind: str | None, choice: Choice, *, placement: str | None, in_branch: bool) -> None:
     """Raises for a kind that cannot run; one that needs memory is the plan's business."""
     refused = next((candidate.refused for candidate in choice.candidates if candidate.kind == kind), None)
     if refused and not refused.startswith("all keys"):
         also = "; or idle='mask', which has no such condition" if kind == "ring" and in_branch else ""
         raise ShardingError(f"attention={kind!r} cannot run here: {refused}", fix=f"attention={choice.kind!r}{also}")
+    if kind == ALL_TO_ALL and placement not in (None, "contiguous"):
+        raise ShardingError(
+            f"attention='all_to_all' computes on whole sequences, so that placement={placement!r} gains nothing",
+            fix="leave placement out",
+        )
+
+
+def _best_moving(choice: Choice) -> str:
+    """The best kind of those that gain from another placement; all-gather always runs."""
+    moving = [candidate for candidate in choice.candidates if candidate.kind != ALL_TO_ALL]
+    return next((candidate.kind for candidate in moving if not candidate.refused), "gather")
 
 
 def _without_attention(loss: LossFunction, heard: list[Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from benchmarks import context
 
-CASE = context.Case(lengths=(16, 32), kv_heads=4, head_dim=4, rounds=1)
+CASE = context.Case(lengths=(32,), timed_length=32, kv_heads=4, head_dim=4, rounds=1)
 
 
 @pytest.fixture(scope="module")

@@ -65,12 +65,14 @@ def test_seq_02_a_loss_that_shifts_inside_is_refused_where_tokens_move():
         assert fix in text
 
 
+@pytest.mark.exhaustive
 def test_seq_02_in_bfloat16_too():
     plan = Plan(mesh="context=2", attention="gather", placement="zigzag", compute_dtype="bfloat16")
     with pytest.raises(ShardingError, match="the loss depends on the order in which tokens are held"):
         step(trainer(plan, loss=shifting))
 
 
+@pytest.mark.exhaustive
 def test_seq_05_positions_of_its_own_are_refused_where_tokens_move():
     with pytest.raises(ShardingError, match=r"makes positions or masks of its own"):
         step(trainer(ZIGZAG, loss=numbering))
