@@ -144,26 +144,27 @@ class _Moves:
         """Whether layers are gathered once per step."""
         return self.layout.gather == "step"
 
-    def fetch(self, rows: Leaves, turn: Any) -> Leaves:
+    def fetch(self, rows: Leaves, turn: Any) -> tuple[Leaves, Any]:
         """Rows of one chunk as the ticks hold them, [most, ...], to whole ones, inside the region of the ticks.
 
         Args:
-            turn: a value of the tick, which the gather waits for: a compiler that sees the same gather in every tick
-                moves it out of the loop, and then whole layers stay in memory all the while.
+            turn: a value of the tick, handed back to be used: each waits for the other, for a compiler that sees the
+                same gather in every tick moves it out of the loop, and whole layers stay in memory all the while.
         """
         if self.hoisted:
-            return rows
-        rows, _ = jax.lax.optimization_barrier((rows, turn))
+            return rows, turn
+        rows, turn = jax.lax.optimization_barrier((rows, turn))
         held = [P(None, *spec[1:]) for spec in self.held_specs(hoisted=False)]
         automatic = {axis for axis in self.layout.mesh.axis_names if axis not in (STAGE, *self.layout.axes)}
         gather = lambda rows: [gather_leaf(x, spec, over=DATA_LIKE) for x, spec in zip(rows, held)]  # noqa: E731
         if not automatic:
-            return gather(rows)
+            return gather(rows), turn
         rest = [without(spec, DATA_LIKE) for spec in held]
         mesh = jax.sharding.get_abstract_mesh()
-        return jax.shard_map(
+        whole = jax.shard_map(
             gather, mesh=mesh, axis_names=automatic, in_specs=(rest,), out_specs=rest, check_vma=False
         )(rows)
+        return whole, turn
 
     @property
     def outer_specs(self) -> list[P]:
@@ -436,7 +437,7 @@ class _Core:
         else:
             first = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
             turn = jax.ShapeDtypeStruct((), jnp.int32)
-            rows = jax.eval_shape(self.moves.fetch, [first(leaf) for leaf in rows], turn)
+            rows, _ = jax.eval_shape(self.moves.fetch, [first(leaf) for leaf in rows], turn)
             whole = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in outer]
             like = (rows, whole, [first(leaf) for leaf in cut.pieces], turn)
             passes = storing(work, chosen, like=(*like, list(parts.message)))

@@ -31,7 +31,7 @@ class Evaluator:
         objective: (outer, piece, message) -> (terms, all results); the head and the loss.
         skip: branch around idle slots; else compute and discard.
         split: whether the compiler may split messages over mesh axes of its own.
-        fetch: (one chunk's parameters as they are held, a value of the tick) -> whole ones.
+        fetch: (one chunk's parameters as they are held, a value of the tick) -> (whole ones, that value).
     """
 
     work: StageWork
@@ -39,7 +39,7 @@ class Evaluator:
     objective: Callable[[Leaves, Leaves, Leaves], tuple[Any, Leaves]]
     skip: bool
     split: bool
-    fetch: Callable[[Leaves, Any], Leaves] = lambda rows, turn: rows
+    fetch: Callable[[Leaves, Any], tuple[Leaves, Any]] = lambda rows, turn: (rows, turn)
 
     def results(self, rows: Leaves, outer: Leaves, pieces: Leaves) -> Leaves:
         """The sums of the results: this rank's terms of a sum over `stage`.
@@ -58,14 +58,14 @@ class Evaluator:
         _, shapes = jax.eval_shape(self.objective, outer, first, list(message))
 
         def forward(rings: Rings, results: Leaves, now: Now) -> tuple[Leaves, Leaves]:
-            piece, chunk = at_index(pieces, now["F.microbatch"]), now["F.chunk"]
+            chunk = now["F.chunk"]
+            held, microbatch = self.fetch(at_index(rows, chunk), now["F.microbatch"])
+            piece = at_index(pieces, microbatch)
             stage = stages[chunk]
             start = lambda: sending.placed([*parts.pre(outer, piece), *zeros(parts.outputs)])  # noqa: E731
             arrived = lambda: sending.placed(read(rings["input"], now["input.read.F"]))  # noqa: E731
             made = either(stage == 0, start, arrived, skip=self.skip)
-            made = sending.placed(
-                self.work.forward(self.fetch(at_index(rows, chunk), chunk), outer, piece, stage, made)
-            )
+            made = sending.placed(self.work.forward(held, outer, piece, stage, made))
             add = lambda: jax.tree.map(jnp.add, results, self.objective(outer, piece, made)[1])  # noqa: E731
             return made, either(stage == last, add, lambda: results, skip=self.skip)
 

@@ -45,7 +45,7 @@ class Executor:
         skip: branch around idle slots; else compute and discard.
         split: whether the compiler may split messages over mesh axes of its own.
         inside: update rings within the branches, else outside; the same values.
-        fetch: (one chunk's parameters as they are held, a value of the tick) -> whole ones.
+        fetch: (one chunk's parameters as they are held, a value of the tick) -> (whole ones, that value).
     """
 
     parts: Parts
@@ -57,7 +57,7 @@ class Executor:
     skip: bool
     split: bool
     inside: bool
-    fetch: Callable[[Leaves, Any], Leaves] = lambda rows, turn: rows
+    fetch: Callable[[Leaves, Any], tuple[Leaves, Any]] = lambda rows, turn: (rows, turn)
 
     def gradients(
         self, rows: Leaves, outer: Leaves, pieces: Leaves, scales: tuple[Any, Any]
@@ -105,7 +105,7 @@ class Executor:
 
     def _whole(self, rows: Leaves) -> Leaves:
         """The parameters of all chunks as their gradients are accumulated, abstract."""
-        shapes = jax.eval_shape(self.fetch, [leaf[0] for leaf in rows], jnp.int32(0))
+        shapes, _ = jax.eval_shape(self.fetch, [leaf[0] for leaf in rows], jnp.int32(0))
         return [
             jax.ShapeDtypeStruct((held.shape[0], *leaf.shape), leaf.dtype)
             for held, leaf in zip(rows, shapes, strict=True)
@@ -180,14 +180,16 @@ class _Tick:
         return written(rings, values), sums, sent
 
     def _forward(self, rings: Rings, sums: Sums, now: Now, active: Any) -> tuple[Rings, Sums, Leaves]:
-        of, chunk = self.of, now["F.chunk"]
-        stage, piece = self.stages[chunk], self._piece(now["F.microbatch"])
+        of = self.of
+        chunk = now["F.chunk"]
+        rows, microbatch = self._chunk(chunk, now["F.microbatch"])
+        stage, piece = self.stages[chunk], self._piece(microbatch)
         is_first, is_last = stage == 0, stage == len(of.partition.counts) - 1
         placed = of.packing("F").placed
         first = lambda: placed([*of.parts.pre(self.outer, piece), *zeros(of.parts.outputs)])  # noqa: E731
         arrived = lambda: placed(read(rings[of.input_ring], now[f"{of.input_ring}.read.F"]))  # noqa: E731
         message = self._either(is_first, first, arrived)
-        made, saved = of.passes.forward(self._chunk(chunk), self.outer, piece, stage, message)
+        made, saved = of.passes.forward(rows, self.outer, piece, stage, message)
         made = placed(made)
 
         def head() -> tuple[Leaves, Leaves, Leaves]:
@@ -224,12 +226,14 @@ class _Tick:
         )
 
     def _backward(self, rings: Rings, sums: Sums, now: Now, active: Any) -> tuple[Rings, Sums, Leaves]:
-        of, chunk = self.of, now["B.chunk"]
-        stage, piece = self.stages[chunk], self._piece(now["B.microbatch"])
+        of = self.of
+        chunk = now["B.chunk"]
+        held, microbatch = self._chunk(chunk, now["B.microbatch"])
+        stage, piece = self.stages[chunk], self._piece(microbatch)
         kept = of.input_ring if of.passes.keeps_input else "residual_input"
         saved = read(rings[kept], now[f"{kept}.read.B"])
         cotangent = read(rings["cotangent"], now["cotangent.read.B"])
-        rows, outer, returned = of.passes.backward(self._chunk(chunk), self.outer, piece, stage, saved, cotangent)
+        rows, outer, returned = of.passes.backward(held, self.outer, piece, stage, saved, cotangent)
         outer, returned = _added(sums["outer"], outer), of.packing("B").placed(returned)
 
         def embedding() -> Leaves:
@@ -258,8 +262,8 @@ class _Tick:
     def _piece(self, microbatch: Any) -> Leaves:
         return at_index(self.pieces, microbatch)
 
-    def _chunk(self, chunk: Any) -> Leaves:
-        return self.of.fetch(at_index(self.rows, chunk), chunk)
+    def _chunk(self, chunk: Any, microbatch: Any) -> tuple[Leaves, Any]:
+        return self.of.fetch(at_index(self.rows, chunk), microbatch)
 
     def _deliver(self, channel: Channel, value: Leaves, rings: Rings, now: Now) -> Rings:
         name = self.of.input_ring if channel.kind == "F" else "cotangent"
