@@ -1,6 +1,6 @@
 """Compiles one pipelined train step for a described TPU and prints what it takes, as JSON; run in a child process.
 
-    python -m tests.tpu_pipeline toolkit 32 --embed 512 --layers 8
+python -m tests.tpu_pipeline toolkit 32 --embed 512 --layers 8
 """
 
 import argparse

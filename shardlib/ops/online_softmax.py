@@ -221,8 +221,15 @@ def _product(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
 
 
 def _repeated(count, step, state):
-    """`step(number, state)` for every number; without a loop when there is one."""
-    return step(0, state) if count == 1 else jax.lax.fori_loop(0, count, step, state)
+    """`step(number, state)` for every number; without a loop when there is one.
+
+    A `while_loop`, not a `fori_loop`: that one is a scan, of which partial evaluation takes the masks of all tiles out
+    when a scan over layers is differentiated, and keeps them, [length, length] in all.
+    """
+    if count == 1:
+        return step(0, state)
+    body = lambda carry: (carry[0] + 1, step(*carry))  # noqa: E731
+    return jax.lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), state))[1]
 
 
 def _written(x: jax.Array, part: jax.Array, start: jax.Array | int, *, axis: int) -> jax.Array:
