@@ -96,6 +96,7 @@ def run(*argv, tmp_path):
     return status, json.loads(path.read_text())
 
 
+@pytest.mark.exhaustive
 def test_the_hand_written_pipelines_are_measured_alone(tmp_path, capsys):
     status, document = run("--only", "plain", "--mesh", MESHES[0], tmp_path=tmp_path)
     assert status == 0

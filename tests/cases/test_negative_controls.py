@@ -53,14 +53,14 @@ def test_a_dropped_sum_of_weights_is_caught(monkeypatch):
 
 
 def test_a_dropped_sum_of_gradients_is_caught(monkeypatch):
-    monkeypatch.setattr(explicit, "_reduce", lambda grad, spec, layout: grad.astype(jnp.float32))
+    monkeypatch.setattr(explicit, "reduce_leaf", lambda grad, spec, over, dtype: grad.astype(jnp.float32))
     caught(check_one_sum, found="(36.0, 252.0) == (168.0, 252.0)", **EXPLICIT)
 
 
 def test_a_doubled_sum_of_gradients_is_caught(monkeypatch):
-    reduce = explicit._reduce
-    doubled = lambda grad, spec, layout: jax.lax.psum(reduce(grad, spec, layout), layout.axes)  # noqa: E731
-    monkeypatch.setattr(explicit, "_reduce", doubled)
+    reduce = explicit.reduce_leaf
+    doubled = lambda grad, spec, over, dtype: jax.lax.psum(reduce(grad, spec, over=over, dtype=dtype), over)  # noqa: E731
+    monkeypatch.setattr(explicit, "reduce_leaf", doubled)
     caught(check_one_sum, found="(336.0, 252.0) == (168.0, 252.0)", **EXPLICIT)
 
 

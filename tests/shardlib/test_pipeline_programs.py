@@ -180,6 +180,7 @@ def test_ticks_permute_and_neither_reduce_over_data_nor_gather(mesh, plan):
     assert not {dims for dims in gathered if len(dims) > 1} & wholes
 
 
+@pytest.mark.exhaustive
 def test_permutes_run_in_the_ticks_in_which_somebody_sends(monkeypatch):
     calls, permute = [], jax.lax.ppermute
 
