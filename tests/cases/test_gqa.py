@@ -1,4 +1,4 @@
-"""Field troubles, group GQA: fewer key and value heads than query heads or shards. The ring is not there yet."""
+"""Field troubles, group GQA: fewer key and value heads than query heads or shards."""
 
 import functools
 
