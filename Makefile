@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WORKERS ?= 2
+# The demonstration and the tests emulate devices; libtpu, which the tests compile with, would look for a TPU and say so.
+export JAX_PLATFORMS ?= cpu
 
 .PHONY: demo test test-all lint docs clean
 
