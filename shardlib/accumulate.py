@@ -7,6 +7,7 @@ and `Sums`. The weight is known before the first backward pass, so every part is
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -95,27 +96,31 @@ def scales_of(total: Sums) -> tuple[jax.Array, jax.Array]:
 
 def summed_weights(part: Any, used: Any, pieces: Any, keys: Any) -> Sums:
     """The weights and parts of all microbatches, by the equations they need alone; the rest of Sums is zero."""
-    first_piece, first_key = _take(pieces, keys, 0)
+    run = lambda params, piece, key: part(params, piece, key, None)  # noqa: E731
+    closed, shape = jax.make_jaxpr(run, return_shape=True)(used, *_take(pieces, keys, 0))
+    return weights_of(closed, shape, jax.tree.leaves((pieces, keys)))
 
-    def counts(piece: Any, key: Any, params: Any) -> tuple[Any, Any]:
-        sums = part(params, piece, key, None)
-        return sums.weight, sums.parts
 
-    counted = pruned(counts, first_piece, first_key, used)
-    shape = jax.eval_shape(lambda p, k, q: part(q, p, k, None), first_piece, first_key, used)
+def weights_of(closed: Any, shape: Sums, pieces: list[Any]) -> Sums:
+    """`summed_weights` of a traced part.
+
+    Args:
+        closed: jaxpr of the parameters' leaves, then those of a microbatch, to `Sums`.
+        shape: the abstract result.
+        pieces: leaves [num_microbatches, ...].
+    """
+    nothing = jax.tree.map(lambda _: False, shape)
+    wanted = replace(nothing, weight=jax.tree.map(lambda _: True, shape.weight), parts=True)
+    num_params = len(closed.jaxpr.invars) - len(pieces)
+    counted = pruned(closed, jax.tree.leaves(wanted), num_unused=num_params)
     zero = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shape)
 
-    def body(sums: Sums, piece: Any) -> tuple[Sums, None]:
-        weight, parts = counted(*piece)
-        return Sums(
-            total=sums.total,
-            weight=jax.tree.map(jnp.add, sums.weight, weight),
-            per_microbatch=sums.per_microbatch,
-            parts=sums.parts + parts,
-            aux=sums.aux,
-        ), None
+    def body(sums: Sums, piece: list[Any]) -> tuple[Sums, None]:
+        *weight, parts = counted(*piece)
+        weight = sums.weight + weight[0] if weight else None
+        return replace(sums, weight=weight, parts=sums.parts + parts), None
 
-    return jax.lax.scan(body, zero, (pieces, keys))[0]
+    return jax.lax.scan(body, zero, pieces)[0]
 
 
 def over_slices(loss: LossFunction, num_slices: int, slice_axes: tuple[str, ...]) -> Any:

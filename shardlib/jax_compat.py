@@ -27,29 +27,25 @@ def inputs_used(closed_jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
     return list(used)
 
 
-def pruned(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
-    """The function with only the equations its outputs need, without its last argument, which it must not use.
+def pruned(closed: Any, outputs: Sequence[bool], *, num_unused: int) -> Callable[..., Any]:
+    """Chosen outputs of a traced function, by the equations they need alone.
 
     Args:
-        function: traced once.
-        arguments: arrays or abstract values; the last one may be abstract only.
+        closed: its closed jaxpr.
+        outputs: for every output, whether it is wanted.
+        num_unused: how many inputs, the first ones, they must not use.
+
+    Returns:
+        From the other inputs to the wanted outputs, flat.
 
     Raises:
-        ValueError: an output depends on the last argument.
+        ValueError: an output depends on one of the first inputs.
     """
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    jaxpr, used = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))
-    num_last = len(jax.tree.leaves(arguments[-1]))
-    if any(used[len(used) - num_last :]):
-        raise ValueError("an output depends on the argument that is to be pruned away")
+    jaxpr, used = dce_jaxpr(closed.jaxpr, list(outputs))
+    if any(used[:num_unused]):
+        raise ValueError("an output depends on an argument that is to be pruned away")
     run = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
-    treedef = jax.tree.structure(shape)
-
-    def call(*given: Any) -> Any:
-        leaves = [leaf for leaf, is_used in zip(jax.tree.leaves(given), used, strict=False) if is_used]
-        return jax.tree.unflatten(treedef, run(*leaves))
-
-    return call
+    return lambda *given: run(*(x for x, is_used in zip(given, used[num_unused:], strict=True) if is_used))
 
 
 def known_part(

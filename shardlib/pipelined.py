@@ -16,10 +16,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from shardlib.accumulate import over_slices, scales_of, summed_weights
+from shardlib.accumulate import over_slices, scales_of, weights_of
 from shardlib.explicit import Layout, cast, check_layout, gather_leaf, manual, reduce_leaf
 from shardlib.objective import LossFunction, Sums
-from shardlib.pipeline.cutting import cut
+from shardlib.pipeline.cutting import cut_traced
 from shardlib.pipeline.evaluate import Evaluator
 from shardlib.pipeline.execute import STAGE, Executor
 from shardlib.pipeline.forward_only import forward_only
@@ -364,9 +364,8 @@ class _Core:
         keys = (
             None if rng is None else part_keys(rng, first=shard * layout.num_microbatches * layout.num_slices, **sizes)
         )
-        part = over_slices(self.loss, layout.num_slices, ())
-        total = summed_weights(part, self._params(), pieces, keys).summed(layout.axes)
-        cut = self._cut(part, pieces, keys)
+        cut, weights = self._cut(over_slices(self.loss, layout.num_slices, ()), pieces, keys)
+        total = weights().summed(layout.axes)
         rows = self._by_chunk(rows)
         executor = self._executor(cut, rows, outer)
         row_grads, outer_grads, results = executor.gradients(rows, outer, cut.pieces, scales_of(total))
@@ -378,7 +377,7 @@ class _Core:
         """The sums over devices that differ along `over`."""
         layout = self.layout
         pieces = cut_batch(batch, layout.batch_dims, num_microbatches=layout.num_microbatches, num_slices=1)
-        cut = self._cut(over_slices(self.loss, 1, ()), pieces, None)
+        cut, _ = self._cut(over_slices(self.loss, 1, ()), pieces, None)
         placement = self.staging.partition.placement
         evaluator = Evaluator(
             work=self._work(cut.parts, None),
@@ -399,20 +398,17 @@ class _Core:
         partition = self.staging.partition
         return [leaf.reshape(partition.placement.num_chunks, partition.most, *leaf.shape[1:]) for leaf in rows]
 
-    def _cut(self, part: Any, pieces: Any, keys: Any) -> _Cut:
+    def _cut(self, part: Any, pieces: Any, keys: Any) -> tuple[_Cut, Callable[[], Sums]]:
+        """The loss, traced once and cut; and the weights of all microbatches."""
         flat, treedef = jax.tree.flatten((pieces, keys))
         first = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in flat]
-        held: list[Any] = []
-
-        def traced(params: Any, piece: Any) -> Any:
-            sums = part(params, *piece, None)
-            held[:] = [jax.tree.structure(sums)]
-            return sums
-
-        piece = jax.tree.unflatten(treedef, first)
-        parts = cut(traced, self._params(), piece, layer_leaves=self.staging.layer_leaves)
+        run = lambda params, piece: part(params, *piece, None)  # noqa: E731
+        params = self._params()
+        closed, shape = jax.make_jaxpr(run, return_shape=True)(params, jax.tree.unflatten(treedef, first))
+        parts = cut_traced(closed, params, layer_leaves=self.staging.layer_leaves)
         assert parts.stacked == self.staging.parts.stacked, "the loss was cut in another way than when it was bound"
-        return _Cut(parts=parts, pieces=flat, results=held[0])
+        found = _Cut(parts=parts, pieces=flat, results=jax.tree.structure(shape))
+        return found, lambda: weights_of(closed, shape, flat)
 
     def _work(self, parts: Parts, policy: Policy | None) -> StageWork:
         policy = policy or parse_policy("none")

@@ -1,8 +1,8 @@
 """Attention under tensor parallelism when there are fewer KV heads than shards.
 
-In: queries split over heads, keys and values whole. Out: the reference's result with one KV copy per shard.
+In: queries split over heads, keys and values whole. Out: the kernel's or the reference's result, one KV copy per shard.
 
-    op = sharded_heads_attention(shards_of_heads, constrain)
+    op = sharded_heads_attention(axes_of, constrain, mesh=mesh, platform="tpu")
 """
 
 from collections.abc import Callable
@@ -10,18 +10,32 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
+from meshes.shape import MeshShape
 from shardlib.annotate import reference_attention
+from shardlib.ops.all_to_all_attention import copies_of_kv_heads
+from shardlib.ops.fused_attention import fused_attention, refusal
+
+Axes = tuple[str, ...]
 
 
 def sharded_heads_attention(
-    shards_of: Callable[[tuple[int, ...]], int], constrain: Callable[[Any, tuple[str | None, ...]], Any]
+    axes_of: Callable[[tuple[int, ...]], tuple[Axes, Axes]],
+    constrain: Callable[[Any, tuple[str | None, ...]], Any],
+    *,
+    shape: MeshShape,
+    mesh: Mesh | AbstractMesh | None,
+    platform: str | None,
 ) -> Callable[..., jax.Array]:
     """Builds the attention op of a plan.
 
     Args:
-        shards_of: shape of the queries [batch, length, heads, head_dim] -> into how many shards heads are split.
+        axes_of: shape of the queries [batch, length, heads, head_dim] -> mesh axes that split rows and heads.
         constrain: the plan's `(array, names) -> array`.
+        shape: sizes of the mesh axes.
+        mesh: None inside a manual region.
+        platform: whose kernel to use where it takes the call; None for the reference alone.
 
     Returns:
         A function with the signature of `annotate.attention`. Shard i of n holds KV head i * kv_heads // n, which
@@ -29,10 +43,17 @@ def sharded_heads_attention(
     """
 
     def attention(query, key, value, **options):
-        shards, kv_heads = shards_of(query.shape), key.shape[2]
-        if kv_heads % shards and shards % kv_heads == 0:
+        batch_axes, head_axes = axes_of(query.shape)
+        shards, kv_heads = shape.num_shards(head_axes), key.shape[2]
+        refused = call_refusal(platform, query, key, value, **options)
+        if kv_heads % shards and (shards % kv_heads == 0 or refused is None):
             names = ("batch", None, "heads", "head_dim")
-            key, value = (constrain(jnp.repeat(x, shards // kv_heads, axis=2), names) for x in (key, value))
-        return reference_attention(query, key, value, **options)
+            copies = copies_of_kv_heads(kv_heads, shards=shards)
+            key, value = (constrain(jnp.repeat(x, copies, axis=2), names) for x in (key, value))
+        if refused is not None:
+            return reference_attention(query, key, value, **options)
+        assert platform is not None
+        where = {"batch_axes": batch_axes, "head_axes": head_axes, "mesh": mesh}
+        return fused_attention(query, key, value, platform=platform, **where, **options)
 
     return attention

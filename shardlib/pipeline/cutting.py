@@ -41,7 +41,11 @@ def cut(loss: Callable[[Any, Any], Any], params: Any, piece: Any, *, layer_leave
     Raises:
         ShardingError: no layers, several candidates, or a loss whose layers cannot be told from the rest.
     """
-    closed = jax.make_jaxpr(loss)(params, piece)
+    return cut_traced(jax.make_jaxpr(loss)(params, piece), params, layer_leaves=layer_leaves)
+
+
+def cut_traced(closed: Any, params: Any, *, layer_leaves: Collection[int] = ()) -> Parts:
+    """`cut` of a traced loss: the closed jaxpr of (params, piece)."""
     program = flatten(closed, _holds_layers)
     paths = [path for path, _ in leaves_with_paths(params)]
     stack = segments_of(program, paths) or _scan_of(program, paths, set(layer_leaves))
