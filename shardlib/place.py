@@ -6,7 +6,6 @@ In: specs from `resolve`, a mesh. Out: `NamedSharding`s, functions that run unde
     step = jax.jit(with_rules(step, rules, mesh))
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,6 +21,7 @@ from shardlib.context import CONTEXT, AttentionCall, ContextUse, divides_sequenc
 from shardlib.decide import Decision, Names, decide, spec_of
 from shardlib.ops.attention import sharded_heads_attention
 from shardlib.ops.context_attention import context_attention
+from shardlib.ops.fused_attention import platform_of
 from shardlib.ops.products import products_summed_in
 from shardlib.rules import Rules
 from shardlib.specs import mesh_shape
@@ -59,6 +59,7 @@ def active(
     sum_dtype: str | None = None,
     context: ContextUse | None = None,
     record_attention: Callable[[AttentionCall | None], None] | None = None,
+    kernels: bool = True,
 ) -> annotate.Active:
     """The value that puts rules in force in a trace.
 
@@ -72,6 +73,7 @@ def active(
         sum_dtype: of the sums in the model's matrix products, by name; None leaves them to the products' dtype.
         context: how attention runs where the mesh divides sequences; None: they are gathered for it.
         record_attention: hears every call of the attention slot, and None for every array taken by position.
+        kernels: attention uses the kernels of the mesh's platform where they take its calls.
     """
     shape = mesh_shape(mesh)
     visible = MeshShape(axes=tuple((axis, 1 if axis in hidden else size) for axis, size in shape.axes))
@@ -88,16 +90,22 @@ def active(
         sharding = NamedSharding(mesh, spec_of(decisions))
         return jax.sharding.reshard(x, sharding) if explicit else jax.lax.with_sharding_constraint(x, sharding)
 
-    def shards_of_heads(query_shape: tuple[int, ...]) -> int:
+    def axes_of(query_shape: tuple[int, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         names = known(("batch", "length", "heads", "head_dim"))
         decisions = decide_activation(names, query_shape, rules=rules, mesh=visible)
-        return math.prod(shape.size(axis) for axis in decisions[2].mesh_axes)
+        return decisions[0].mesh_axes, decisions[2].mesh_axes
 
     def known(names: Names) -> Names:
         # The names of the attention slot are ours, not the model's: rules that know none of them are complete.
         return tuple(name if name and rules.for_name(name) else None for name in names)
 
-    attention = sharded_heads_attention(shards_of_heads, lambda x, names: constrain(x, known(names)))
+    attention = sharded_heads_attention(
+        axes_of,
+        lambda x, names: constrain(x, known(names)),
+        mesh=mesh,
+        platform=platform_of(mesh) if kernels else None,
+        manual=manual,
+    )
     by_position = lambda x, dim: x  # noqa: E731
     if context is not None and divides_sequence(visible):
         attention = _divided_attention(context, rules=rules, visible=visible, mesh=None if manual else mesh)

@@ -20,6 +20,7 @@ from shardlib.annotate import LAYERS
 from shardlib.batch_spec import ArraySpec
 from shardlib.gradients import StepSpecs, gradient_function
 from shardlib.objective import LossFunction
+from shardlib.pipeline.parts import Parts
 from shardlib.plan import STAGE, Plan
 from shardlib.rules import Rules
 from shardlib.slices import BATCH
@@ -30,7 +31,7 @@ from shardlib.strategies import DATA_LIKE, default_rules
 
 
 def value_and_grad(
-    loss: LossFunction,
+    loss: LossFunction | Parts,
     *,
     mesh: Mesh,
     num_microbatches: int,
@@ -48,7 +49,8 @@ def value_and_grad(
 
     Args:
         loss: `(params, batch, rng) -> scalar | Loss`, of a model with layers under a scan or between
-            `layer_boundary` markers.
+            `layer_boundary` markers; or its `Parts`, written by hand, or cut
+            at the shapes of (one microbatch of one data shard, a key).
         mesh: with a stage axis; its data-like axes divide the batch, the others are left to the compiler.
         num_microbatches: parts of each data shard's rows.
         schedule, chunks, residuals, random_slices: as in a `Plan`.
@@ -72,6 +74,7 @@ def value_and_grad(
         >>> mesh = shardlib.make_mesh("stage=4,data=2")
         >>> step = shardlib.pipeline.value_and_grad(loss, mesh=mesh, num_microbatches=8, specs=specs)
     """
+    loss = loss.loss if isinstance(loss, Parts) else loss
     shape = shape_of(mesh)
     if STAGE not in shape.names or shape.size(STAGE) == 1:
         raise ShardingError(f"mesh {shape} has no stage axis of more than one stage", fix="name stage=N in the mesh")

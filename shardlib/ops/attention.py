@@ -2,7 +2,7 @@
 
 In: queries split over heads, keys and values whole. Out: the kernel's or the reference's result, one KV copy per shard.
 
-    op = sharded_heads_attention(axes_of, constrain, mesh=mesh, platform="tpu")
+    op = sharded_heads_attention(axes_of, constrain, mesh=mesh, platform="tpu", manual=False)
 """
 
 from collections.abc import Callable
@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from meshes.shape import MeshShape
 from shardlib.annotate import reference_attention
 from shardlib.ops.all_to_all_attention import copies_of_kv_heads
-from shardlib.ops.fused_attention import fused_attention, refusal
+from shardlib.ops.fused_attention import call_refusal, fused_attention, shards_of
 
 Axes = tuple[str, ...]
 
@@ -24,18 +23,18 @@ def sharded_heads_attention(
     axes_of: Callable[[tuple[int, ...]], tuple[Axes, Axes]],
     constrain: Callable[[Any, tuple[str | None, ...]], Any],
     *,
-    shape: MeshShape,
-    mesh: Mesh | AbstractMesh | None,
+    mesh: Mesh | AbstractMesh,
     platform: str | None,
+    manual: bool,
 ) -> Callable[..., jax.Array]:
     """Builds the attention op of a plan.
 
     Args:
         axes_of: shape of the queries [batch, length, heads, head_dim] -> mesh axes that split rows and heads.
         constrain: the plan's `(array, names) -> array`.
-        shape: sizes of the mesh axes.
-        mesh: None inside a manual region.
+        mesh: the mesh.
         platform: whose kernel to use where it takes the call; None for the reference alone.
+        manual: the trace is inside a region manual over some axes.
 
     Returns:
         A function with the signature of `annotate.attention`. Shard i of n holds KV head i * kv_heads // n, which
@@ -44,7 +43,7 @@ def sharded_heads_attention(
 
     def attention(query, key, value, **options):
         batch_axes, head_axes = axes_of(query.shape)
-        shards, kv_heads = shape.num_shards(head_axes), key.shape[2]
+        shards, kv_heads = shards_of(mesh, head_axes), key.shape[2]
         refused = call_refusal(platform, query, key, value, **options)
         if kv_heads % shards and (shards % kv_heads == 0 or refused is None):
             names = ("batch", None, "heads", "head_dim")
@@ -53,7 +52,15 @@ def sharded_heads_attention(
         if refused is not None:
             return reference_attention(query, key, value, **options)
         assert platform is not None
-        where = {"batch_axes": batch_axes, "head_axes": head_axes, "mesh": mesh}
-        return fused_attention(query, key, value, platform=platform, **where, **options)
+        return fused_attention(
+            query,
+            key,
+            value,
+            platform=platform,
+            batch_axes=batch_axes,
+            head_axes=head_axes,
+            mesh=None if manual else mesh,
+            **options,
+        )
 
     return attention

@@ -7,7 +7,7 @@ In: a loss of one microbatch and its arguments, arrays or abstract. Out: `Parts`
 
 import itertools
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -41,7 +41,10 @@ def cut(loss: Callable[[Any, Any], Any], params: Any, piece: Any, *, layer_leave
     Raises:
         ShardingError: no layers, several candidates, or a loss whose layers cannot be told from the rest.
     """
-    return cut_traced(jax.make_jaxpr(loss)(params, piece), params, layer_leaves=layer_leaves)
+    closed, shape = jax.make_jaxpr(loss, return_shape=True)(params, piece)
+    results = jax.tree.structure(shape)
+    parts = cut_traced(closed, params, layer_leaves=layer_leaves)
+    return parts if jax.tree_util.treedef_is_leaf(results) else replace(parts, results=results)
 
 
 def cut_traced(closed: Any, params: Any, *, layer_leaves: Collection[int] = ()) -> Parts:

@@ -36,6 +36,7 @@ class Parts:
         outputs: the outputs of all layers as abstract arrays [L, ...].
         carry_specs: how the model places each carry over mesh axes that the compiler manages; whole where it does not
             say.
+        results: the tree structure of the loss's results; None for a scalar alone.
         names: given by `checkpoint_name` to values of a layer.
         where: the scan or the markers that were cut, with the model's line.
         flops: FLOPs of matrix products in pre, one block, post and side, forward.
@@ -51,6 +52,7 @@ class Parts:
     carry: tuple[jax.ShapeDtypeStruct, ...]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     carry_specs: tuple[P, ...] = ()
+    results: Any = None
     names: tuple[str, ...] = ()
     where: str = "by hand"
     flops: tuple[int, int, int, int] = (0, 0, 0, 0)
@@ -70,3 +72,18 @@ class Parts:
     def message_bytes(self) -> int:
         """Bytes of one message, at the shapes the loss was traced with."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in self.message)
+
+    def loss(self, params: Any, batch: Any, rng: Any = None) -> Any:
+        """The parts put together again: the loss on one device, and what a pipeline cuts where parts are by hand."""
+        leaves, piece = jax.tree.leaves(params), jax.tree.leaves((batch, rng))
+        outer = [leaves[leaf] for leaf in self.outer]
+        rows = [kind.rows(leaves) for kind in self.stacked]
+        shared, own = self.side(outer, piece)
+
+        def layer(carry: Leaves, slices: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves]:
+            row, own = slices
+            return self.block(row, shared, carry, own)
+
+        carry, outputs = jax.lax.scan(layer, self.pre(outer, piece), (rows, own), length=self.num_layers)
+        made = self.post(outer, piece, carry, outputs)
+        return made[0] if self.results is None else jax.tree.unflatten(self.results, made)

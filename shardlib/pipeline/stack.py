@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from shardlib.programs import Program, subprogram
@@ -32,6 +33,11 @@ class Stacked:
 
     leaves: tuple[int, ...]
     dim: int | None
+
+    def rows(self, leaves: list[Any]) -> Any:
+        """All layers along dim 0, from the parameters of the loss."""
+        own = [leaves[leaf] for leaf in self.leaves]
+        return jnp.stack(own) if self.dim is None else jnp.moveaxis(own[0], self.dim, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,12 +18,7 @@ def in_turn(parts: Parts, params: Any, piece: Any) -> list[Any]:
     """The results of the loss: before the layers, every layer, after the layers."""
     leaves, flat = jax.tree.leaves(params), jax.tree.leaves(piece)
     outer = [leaves[leaf] for leaf in parts.outer]
-    rows = [
-        jnp.stack([leaves[leaf] for leaf in kind.leaves])
-        if kind.dim is None
-        else jnp.moveaxis(leaves[kind.leaves[0]], kind.dim, 0)
-        for kind in parts.stacked
-    ]
+    rows = [kind.rows(leaves) for kind in parts.stacked]
     carry, outputs = parts.pre(outer, flat), []
     shared, own = parts.side(outer, flat)
     for layer in range(parts.num_layers):
