@@ -22,6 +22,7 @@ from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import STANDARD_AXES
 from shardlib import batch_spec as batches
 from shardlib.annotate import LAYERS, under
+from shardlib.constant_collections import as_inputs, changed, with_constants
 from shardlib.context import (
     CONTEXT,
     LENGTH,
@@ -48,7 +49,6 @@ from shardlib.specs import Entry, Resolution, array_leaves, entry_of, notices_of
 from shardlib.staging import Staging, abstract_part, place_on_stages, stage_model
 from shardlib.staging_facts import staging_facts
 from shardlib.strategies import default_rules
-from shardlib.tree_paths import leaves_with_paths
 from shardlib.zero import zero_specs
 
 
@@ -72,6 +72,8 @@ class Bound:
         notices: what is legal and still worth saying about rules and arrays.
         staging: how the layers are staged; None without a stage axis.
         context: how sequences are divided; None without a context axis.
+        constants: the collections, abstract, where the loss does not change them and the plan cuts the batch; else
+            None.
     """
 
     plan: Plan
@@ -89,6 +91,7 @@ class Bound:
     notices: tuple[str, ...]
     staging: Staging | None = None
     context: ContextUse | None = None
+    constants: Any = None
 
     @property
     def stored_params(self) -> Any:
@@ -168,7 +171,8 @@ class Bound:
                 chunks=None,
             )
             params = jax.eval_shape(lambda tree: cast(tree, plan.compute_dtype), self.abstract_params)
-            part, params, piece = abstract_part(self.loss, smaller, params, self.batch_spec)
+            loss, batch_spec = _with_constants(self.loss, self.batch_spec, self.constants)
+            part, params, piece = abstract_part(loss, smaller, params, batch_spec)
             parts = cut(part, params, piece, layer_leaves=staging.layer_leaves)
         return Stages(parts=parts, num_slices=num_slices, partition=staging.partition, lowered=staging.lowered)
 
@@ -207,14 +211,15 @@ def bind(
             f"no parameter of {model_name(model)} has logical axes, and the rules have no patterns",
             fix='annotate the model, or save what "shardlib explain MODEL" proposes and pass it as rules',
         )
-    staging = _staging(loss, plan, boxed, boxed_collections, batch_spec)
+    abstract_params, abstract_collections = _unboxed(boxed), _unboxed(boxed_collections)
+    constants = _constants(loss, plan, abstract_params, abstract_collections, batch_spec)
+    staging = _staging(*_with_constants(loss, batch_spec, constants), plan, boxed)
     stored = boxed if staging is None else staging.stored_shapes(boxed)
     params = resolve(stored, plan.placement_rules, mesh)
     params = params if staging is None else place_on_stages(params, staging, plan.mesh)
     batch = resolve(batch_spec, plan.rules, mesh)
     collections = _resolve_collections(boxed_collections, plan)
     _check_patterns(params)
-    abstract_params, abstract_collections = _unboxed(boxed), _unboxed(boxed_collections)
     activations, num_sums, context = _trace(loss, plan, abstract_params, batch_spec, abstract_collections)
     unused = _unused_axes(plan)  # last: what is wrong with one rule or array says more
     named = (*params.entries, *batch.entries, *activations)
@@ -241,36 +246,48 @@ def bind(
         ),
         staging=staging,
         context=context,
+        constants=constants,
     )
 
 
-def _staging(loss: LossFunction, plan: Plan, boxed: Any, collections: Any, batch_spec: Any) -> Staging | None:
+def _staging(loss: LossFunction, batch_spec: Any, plan: Plan, boxed: Any) -> Staging | None:
     """How a plan with a stage axis cuts the model; None for any other plan."""
     if not plan.is_pipeline:
         return None
-    if collections is not None:
-        _resolve_collections(collections, plan)  # raises
     leaves = array_leaves(boxed)
     named = tuple(i for i, leaf in enumerate(leaves) if leaf.names and LAYERS in leaf.names)
     return stage_model(loss, plan, _unboxed(boxed), batch_spec, named)
 
 
-def _resolve_collections(boxed: Any, plan: Plan) -> Resolution | None:
-    """Specs of collections, replicated where they carry no axes; refused where the plan cuts the batch."""
-    if boxed is None:
-        return None
+def _constants(loss: LossFunction, plan: Plan, params: Any, collections: Any, batch_spec: Any) -> Any:
+    """The collections of a plan that cuts the batch, which the loss must not change; else None."""
     lowering, why = plan.chosen_lowering
-    if lowering == "explicit" or plan.cuts_batch:
+    if collections is None or not (lowering == "explicit" or plan.cuts_batch):
+        return None
+    in_force = active(plan.rules, abstract_mesh(plan.mesh), sum_dtype=plan.tensor_reduce_dtype)
+    paths = changed(under(in_force, loss), params, batches.abstract(batch_spec), collections)
+    if paths:
         why = plan.cuts_batch or f"explicit lowering, because {why}"
-        paths = ", ".join(path for path, _ in leaves_with_paths(boxed)[:3])
         raise ShardingError(
-            f"the loss updates state over the whole batch ({paths}, ...), and the plan cuts the batch ({why}): "
-            "statistics of a part are not those of the batch",
+            f"the loss updates state over the whole batch ({', '.join(paths[:3])}, ...), and the plan cuts the batch "
+            f"({why}): statistics of a part are not those of the batch",
             fix="normalise per example (LayerNorm), or leave stage out of the mesh"
             if plan.is_pipeline
             else "lowering=automatic with num_microbatches=1, no random_slices and reduce_dtype=compute_dtype; or "
             "normalise per example (LayerNorm)",
         )
+    return collections
+
+
+def _with_constants(loss: LossFunction, batch_spec: Any, constants: Any) -> tuple[LossFunction, Any]:
+    """The loss and its batch, collections that it does not change among the inputs."""
+    return (loss, batch_spec) if constants is None else (as_inputs(loss), with_constants(batch_spec, constants))
+
+
+def _resolve_collections(boxed: Any, plan: Plan) -> Resolution | None:
+    """Specs of collections, replicated where they carry no axes."""
+    if boxed is None:
+        return None
     if not isinstance(boxed, dict):
         return resolve(boxed, plan.rules, plan.mesh)
     # Beside "params" the other collections are known not to be parameters, which need no axes.

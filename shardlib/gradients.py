@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from meshes.errors import ShardingError
 from shardlib import accumulate, annotate
 from shardlib import batch_spec as batches
+from shardlib.constant_collections import as_inputs, specs_with_constants, with_constants
 from shardlib.context import ContextUse
 from shardlib.explicit import Layout, cast, data_like, explicit_gradients
 from shardlib.objective import LossFunction, Sums
@@ -44,6 +45,7 @@ class StepSpecs:
         staging: how the layers are staged; for a pipeline.
         abstract_params: parameters in the model's own shapes; for a pipeline.
         context: how sequences are divided; None where they are not.
+        constants: collections that the loss does not change, abstract, for a plan that cuts the batch; else None.
     """
 
     params: Any
@@ -54,6 +56,16 @@ class StepSpecs:
     staging: Staging | None = None
     abstract_params: Any = None
     context: ContextUse | None = None
+    constants: Any = None
+
+    def with_inputs(self) -> "StepSpecs":
+        """The specs of a step whose batch is `(batch, constants)`."""
+        return replace(
+            self,
+            batch=specs_with_constants(self.batch, self.constants),
+            batch_spec=with_constants(self.batch_spec, self.constants),
+            constants=None,
+        )
 
 
 def gradient_function(loss: LossFunction, plan: Plan, *, mesh: Mesh, specs: StepSpecs) -> GradientFunction:
@@ -62,6 +74,14 @@ def gradient_function(loss: LossFunction, plan: Plan, *, mesh: Mesh, specs: Step
     Raises:
         ShardingError: a batch that the plan's microbatches or random slices do not divide.
     """
+    if specs.constants is not None:
+        gradients = gradient_function(as_inputs(loss), plan, mesh=mesh, specs=specs.with_inputs())
+
+        def with_state(params: Any, batch: Any, rng: Any, collections: Any) -> tuple[Any, Sums]:
+            grads, sums = gradients(params, (batch, collections), rng, None)
+            return grads, replace(sums, state=collections)
+
+        return with_state
     lowering, _ = plan.chosen_lowering
     num_slices = slices_per_microbatch(plan, mesh=mesh, specs=specs)
     if plan.remat is not None:
@@ -158,6 +178,11 @@ def staged_evaluation(
             and the largest number of microbatches up to the plan's that divides the rows is taken.
         num_microbatches: exactly so many.
     """
+    if specs.constants is not None:
+        sums = staged_evaluation(
+            as_inputs(loss), plan, mesh=mesh, specs=specs.with_inputs(), num_microbatches=num_microbatches
+        )
+        return lambda params, batch, collections: sums(params, (batch, collections), None)
     assert specs.staging is not None
     rows = [leaf.shape[leaf.axes.index(BATCH)] for leaf in batches.with_axis(specs.batch_spec, BATCH)]
     divided = any(data_like(mesh)) and all(

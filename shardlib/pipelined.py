@@ -308,7 +308,7 @@ class _Cut:
 
     Args:
         parts: the cut loss.
-        pieces: leaves [num_microbatches, ...].
+        pieces: leaves [num_microbatches, ...], [1, ...] of what all microbatches share.
         results: the structure of its results.
     """
 
@@ -407,7 +407,11 @@ class _Core:
         closed, shape = jax.make_jaxpr(run, return_shape=True)(params, jax.tree.unflatten(treedef, first))
         parts = cut_traced(closed, params, layer_leaves=self.staging.layer_leaves)
         assert parts.stacked == self.staging.parts.stacked, "the loss was cut in another way than when it was bound"
-        found = _Cut(parts=parts, pieces=flat, results=jax.tree.structure(shape))
+        dims = jax.tree.leaves(self.layout.batch_dims)
+        shared = [dim < 0 for dim in dims] + [False] * (len(flat) - len(dims))
+        # Inputs that all rows share are repeated by reference; a loop would hold every repetition.
+        once = [leaf[:1] if is_shared else leaf for leaf, is_shared in zip(flat, shared, strict=True)]
+        found = _Cut(parts=parts, pieces=once, results=jax.tree.structure(shape))
         return found, lambda: weights_of(closed, shape, flat)
 
     def _work(self, parts: Parts, policy: Policy | None) -> StageWork:

@@ -2,7 +2,7 @@
 
 In: a loss and a few rows of a batch. Out: nothing, or an error that names what differs.
 
-    metrics = jax.jit(compared(loss, dims, active=active))(params, rows)
+    metrics = jax.jit(compared(loss, dims, active=active))(params, rows, None)
     check_same(*metrics, tolerance=1e-4)
 """
 
@@ -25,14 +25,14 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 
 def compared(
     loss: LossFunction, dims: Any, *, active: annotate.Active, compute_dtype: Any
-) -> Callable[[Any, Any], tuple[Metrics, Metrics]]:
-    """`(params, rows) -> (metrics of the rows together, metrics of their halves added up)`."""
+) -> Callable[[Any, Any, Any], tuple[Metrics, Metrics]]:
+    """`(params, rows, collections) -> (metrics of the rows together, metrics of their halves added up)`."""
 
-    def compare(params: Any, rows: Any) -> tuple[Metrics, Metrics]:
+    def compare(params: Any, rows: Any, collections: Any) -> tuple[Metrics, Metrics]:
         params = cast(params, compute_dtype)
         halves = jax.tree.map(lambda leaf: leaf[:, 0], cut(rows, dims, num_microbatches=NUM_PARTS, num_slices=1))
-        together = sums_of(loss, params, rows, None, state=None)
-        apart = jax.lax.map(lambda half: sums_of(loss, params, half, None, state=None), halves)
+        together = sums_of(loss, params, rows, None, state=collections)
+        apart = jax.lax.map(lambda half: sums_of(loss, params, half, None, state=collections), halves)
         return together.metrics(), folded(apart).metrics()
 
     return annotate.under(active, compare)

@@ -91,6 +91,7 @@ class Trainer:
             staging=bound.staging,
             abstract_params=bound.abstract_params,
             context=bound.context,
+            constants=bound.constants,
         )
         self.state_shardings: TrainState = shardings(specs, self.mesh)
         self.batch_shardings = shardings(bound.batch.specs, self.mesh)
@@ -186,7 +187,7 @@ class Trainer:
             state = place(state, self.state_shardings)
         placed = self._placed_batch(batch, self.bound.batch_spec, self.batch_shardings)
         if self._to_check:
-            self._check_separable(state.params, batch)
+            self._check_separable(state, batch)
         if self._order_to_check:
             self._check_order(state, batch)
         state, metrics = self.compiled(state, placed)
@@ -197,7 +198,7 @@ class Trainer:
         """The trained part of a tree of the parameters' structure."""
         return tree if self._mask is None else split(tree, self._mask)[0]
 
-    def _check_separable(self, params: Any, batch: Any) -> None:
+    def _check_separable(self, state: TrainState, batch: Any) -> None:
         """Once, before the first step of a plan that cuts the batch."""
         plan, spec = self.bound.plan, self.bound.batch_spec
         self._to_check = False
@@ -217,14 +218,14 @@ class Trainer:
             whole = jax.tree.map(lambda _: replicated, self.batch_shardings)
             staged: Any = functools.partial(self._staged_evaluation, small, whole, plan=plan, context=context)
             runs = [staged(num_microbatches=parts) for parts in (1, NUM_PARTS)]
-            compare: Any = lambda params, rows: [run(params, rows, None).metrics() for run in runs]  # noqa: E731
+            compare: Any = lambda *given: [run(*given).metrics() for run in runs]  # noqa: E731
         else:
             in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, context=context)
             compare = compared(self._loss, dims, active=in_force, compute_dtype=plan.compute_dtype)
         with jax.set_mesh(self.mesh):
-            rows = jax.device_put(rows, replicated)
-            compiled = self._compile(jax.jit(compare, out_shardings=replicated).lower(params, rows))
-            together, apart = compiled(params, rows)
+            given = (state.params, jax.device_put(rows, replicated), state.collections)
+            compiled = self._compile(jax.jit(compare, out_shardings=replicated).lower(*given))
+            together, apart = compiled(*given)
         check_same(together, apart, compute_dtype=plan.compute_dtype, why=plan.cuts_batch or "")
 
     def _check_order(self, state: TrainState, batch: Any) -> None:
