@@ -6,7 +6,7 @@ In: the attention calls that a trace of the loss made, a plan. Out: `ContextUse`
     print(use.reason)
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,6 +24,7 @@ from shardlib.objective import LossFunction, sums_of
 from shardlib.ops.attention_mask import Rule
 from shardlib.ops.context_choice import Choice, choose
 from shardlib.ops.context_layout import REORDERED_AXES, check_length, check_segment_ids, order, reorder
+from shardlib.ops.fused_attention import KERNELS, refusal
 from shardlib.slices import BATCH
 from shardlib.tree_paths import leaves_with_paths
 
@@ -47,6 +48,9 @@ class AttentionCall:
         causal, window: the mask.
         has_row_mask: a mask with one row per query, which a model makes in the order of positions.
         itemsize: bytes of an element.
+        dtype: of the queries, by name.
+        mask: shape of the mask, or None.
+        value: shape of the values where it is not the keys'.
     """
 
     query: tuple[int, ...]
@@ -55,6 +59,22 @@ class AttentionCall:
     window: int | None
     has_row_mask: bool
     itemsize: int
+    dtype: str = "float32"
+    mask: tuple[int, ...] | None = None
+    value: tuple[int, ...] | None = None
+
+    def refusal(self, platform: str) -> str | None:
+        """Why the platform's kernel does not take this call; None when it does."""
+        return refusal(
+            platform,
+            query=self.query,
+            key=self.key,
+            value=self.value or self.key,
+            dtype=self.dtype,
+            causal=self.causal,
+            window=self.window,
+            mask=self.mask,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +136,24 @@ class ContextUse:
                         fix="put targets in the batch, shifted by one before it is given; take position tables through "
                         'annotate.by_position; or placement="contiguous"',
                     )
+
+
+def kernel_lines(calls: Iterable[AttentionCall]) -> tuple[str, ...]:
+    """Which kernels compute attention on which target, and why where none does, in words, for `explain`.
+
+    Args:
+        calls: of one trace of the whole batch, where sequences are not divided.
+    """
+    calls, lines = list(calls), []
+    for platform, kernel in KERNELS.items() if calls else ():
+        reasons = dict.fromkeys(why for call in calls if (why := call.refusal(platform)) is not None)
+        name, refused = platform.upper(), sum(call.refusal(platform) is not None for call in calls)
+        if not reasons:
+            lines.append(f"attention, compiled for {name}: {kernel}")
+            continue
+        partly = "" if refused == len(calls) else f"{kernel} in {len(calls) - refused} of {len(calls)} calls, else "
+        lines.append(f"attention, compiled for {name}: {partly}the reference, because {'; '.join(reasons)}")
+    return tuple(lines)
 
 
 def some_rows(batch: Any, spec: Any, *, length: int | None) -> tuple[Any, list[Any]]:

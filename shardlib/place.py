@@ -161,6 +161,9 @@ def _recorded(ops: dict[str, Any], record: Callable[[AttentionCall | None], None
                 window=options.get("window"),
                 has_row_mask=mask is not None and mask.shape[2] > 1,
                 itemsize=query.dtype.itemsize,
+                dtype=str(query.dtype),
+                mask=None if mask is None else tuple(mask.shape),
+                value=tuple(value.shape),
             )
         )
         return ops["attention"](query, key, value, **options)

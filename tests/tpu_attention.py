@@ -47,13 +47,25 @@ def transfers(module: Module) -> list[dict[str, object]]:
                 if other.opcode == "collective-permute-done" and re.search(rf"%{instruction.name}\b(?!\.)", other.line)
             ]
             between = instructions[at + 1 : ends[0]] if ends else []
-            found.append({
-                "body": computation.name,
-                "asynchronous": instruction.opcode.endswith("-start") and len(ends) == 1,
-                "beside": [other.opcode for other in between if other.opcode in COMPUTES],
-                "backward": "transpose(" in instruction.line,
-            })
+            found.append(
+                {
+                    "body": computation.name,
+                    "asynchronous": instruction.opcode.endswith("-start") and len(ends) == 1,
+                    "beside": [other.opcode for other in between if other.opcode in COMPUTES],
+                    "backward": "transpose(" in instruction.line,
+                }
+            )
     return found
+
+
+def kernels(module: Module) -> list[str]:
+    """The kernels that the program calls, by the name before the number."""
+    return sorted(
+        instruction.name.partition(".")[0]
+        for computation in module.computations.values()
+        for instruction in computation.instructions.values()
+        if 'custom_call_target="tpu_custom_call"' in instruction.line
+    )
 
 
 def main() -> None:
@@ -82,24 +94,25 @@ def main() -> None:
     )
     bound = sl.bind(module, loss, plan, batch_spec)
     mesh = sl.make_mesh(plan.mesh, devices=compile_only(given.topology))
-    checks = {"check_separable": False, "check_order": False}
-    compiled = sl.Trainer(bound, optax.adamw(1e-3), mesh=mesh, **checks).compiled
+    trainer = sl.Trainer(bound, optax.adamw(1e-3), mesh=mesh, check_separable=False, check_order=False)
+    compiled = trainer.compiled
     text, memory = compiled.as_text(), compiled.memory_analysis()
     if given.text:
         with open(given.text, "w") as file:
             file.write(text)
     print(
-        json.dumps({
-            "kernels": sorted(re.findall(r'custom_call_target="tpu_custom_call".*?op_name="([^"]*)"', text)),
-            "num_kernels": text.count('custom_call_target="tpu_custom_call"'),
-            "transfers": transfers(read(text)),
-            "temp_bytes": memory.temp_size_in_bytes,
-            "argument_bytes": memory.argument_size_in_bytes,
-            "program_bytes": memory.generated_code_size_in_bytes,
-            "kind": None if bound.context is None else bound.context.kind,
-            "placement": None if bound.context is None else bound.context.placement,
-            "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(bound.abstract_params)),
-        })
+        json.dumps(
+            {
+                "kernels": kernels(read(text)),
+                "transfers": transfers(read(text)),
+                "temp_bytes": memory.temp_size_in_bytes,
+                "argument_bytes": memory.argument_size_in_bytes,
+                "program_bytes": memory.generated_code_size_in_bytes,
+                "kind": None if bound.context is None else bound.context.kind,
+                "placement": None if bound.context is None else bound.context.placement,
+                "num_parameters": sum(leaf.size for leaf in jax.tree.leaves(bound.abstract_params)),
+            }
+        )
     )
 
 

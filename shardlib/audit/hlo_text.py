@@ -22,6 +22,7 @@ _ARRAY = re.compile(r"([a-z][a-z0-9]*)\[((?:<=)?\d{1,18}(?:,(?:<=)?\d{1,18})*)?\
 _OPERAND_NAME = re.compile(r"%?([\w.\-]+)\Z")
 _TABLE_ROW = re.compile(r"(\d{1,9}) (.*)", re.ASCII)
 _MAX_NESTING = 32
+_KERNEL_METADATA = "frontend_attributes={kernel_metadata={"
 
 _BITS: Final[Mapping[str, int]] = {
     "pred": 8, "token": 0, "opaque": 0, "bf16": 16, "c64": 64, "c128": 128,
@@ -165,7 +166,7 @@ def read(text: str, /) -> Module:
     Raises:
         ShardingError: a line inside a computation is not an instruction, or the text stops early.
     """
-    lines = text.splitlines()
+    lines = _whole_lines(text)
     header = next((line for line in lines if line.startswith("HloModule")), None)
     if header is None:
         raise ShardingError(
@@ -196,6 +197,22 @@ def read(text: str, /) -> Module:
         num_partitions=_header_count(header, "num_partitions"),
         frames=_frames(top_level),
     )
+
+
+def _whole_lines(text: str) -> list[str]:
+    """Lines of a program; the printed metadata of a TPU kernel, which has line breaks, on its instruction's line.
+
+    Empty lines take the place of those that moved, so that lines keep their numbers.
+    """
+    lines = text.splitlines()
+    for at, line in enumerate(lines):
+        if not line.endswith(_KERNEL_METADATA):
+            continue
+        end = next((i for i in range(at + 1, len(lines)) if lines[i].startswith("}")), None)
+        if end is None:
+            raise line_error("the metadata of this kernel does not end", line, line_number=at + 1)
+        lines[at : end + 1] = ["".join(lines[at : end + 1]), *[""] * (end - at)]
+    return lines
 
 
 def line_error(what: str, line: str, *, line_number: int, fix: str | None = None) -> ShardingError:

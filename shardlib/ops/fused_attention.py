@@ -222,10 +222,9 @@ def splash_kernel(
         block_q_dq=rows,
         block_kv_dq=columns,
     )
-    one = _splash_mask((length, keys), causal=causal, window=window)
-    return splash.make_splash_mha_single_device(
-        splash.MultiHeadMask([one] * heads), block_sizes=blocks, interpret=interpret
-    )
+    mask = splash.MultiHeadMask([_splash_mask((length, keys), causal=causal, window=window)] * heads)
+    kernel: Any = splash.make_splash_mha_single_device(mask, block_sizes=blocks, interpret=interpret)
+    return kernel
 
 
 def _splash_mask(shape: tuple[int, int], *, causal: bool, window: int | None) -> splash.Mask:
