@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 LAYERS = "layers"
 METADATA_KEY = "logical_axes"
 BOUNDARY = "shardlib_layer_boundary"
+EMBED_TOKENS, TOKEN_LOSSES, VOCAB_PARTS = "embed_tokens", "token_losses", "vocab_parts"
 T = TypeVar("T")
 
 
@@ -29,7 +30,8 @@ class Active:
 
     Args:
         constrain: `(array, names) -> array`, which places the array or raises.
-        ops: implementations for the op slots, by slot name ("attention", "dot_general", "by_position").
+        ops: implementations for the op slots, by slot name ("attention", "dot_general", "by_position", "embed_tokens",
+            "token_losses"); "vocab_parts" says into how many parts vocabularies at hand are divided.
     """
 
     constrain: Callable[[Any, tuple[str | None, ...]], Any]
@@ -97,9 +99,7 @@ def by_position(x: jax.Array, *, dim: int = 0) -> jax.Array:
         x: its dim `dim` runs over positions, from 0 to the length of the sequence.
         dim: which.
     """
-    active = _active.get()
-    op = None if active is None else active.ops.get("by_position")
-    return x if op is None else op(x, dim=dim)
+    return slot("by_position", lambda x, *, dim: x)(x, dim=dim)
 
 
 def attention(
@@ -127,8 +127,7 @@ def attention(
 
     Source: Vaswani et al. 2017 (1706.03762) section 3.2; grouped queries: Ainslie et al. 2023 (2305.13245).
     """
-    active = _active.get()
-    op = reference_attention if active is None else active.ops.get("attention", reference_attention)
+    op = slot("attention", reference_attention)
     options = {} if window is None else {"window": window}
     return op(query, key, value, causal=causal, mask=mask, segment_ids=segment_ids, **options)
 
@@ -161,11 +160,16 @@ def dot_general(
     Returns:
         What `jax.lax.dot_general` returns, of the same dtype.
     """
-    active = _active.get()
-    op = jax.lax.dot_general if active is None else active.ops.get("dot_general", jax.lax.dot_general)
+    op = slot("dot_general", jax.lax.dot_general)
     return op(
         lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=preferred_element_type, **options
     )
+
+
+def slot(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    """The op that a plan puts in a slot, or the default."""
+    active = _active.get()
+    return default if active is None else active.ops.get(name, default)
 
 
 def blocks(name: str, count: int) -> str:

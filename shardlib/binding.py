@@ -21,7 +21,7 @@ from meshes.build import abstract_mesh
 from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import STANDARD_AXES
 from shardlib import batch_spec as batches
-from shardlib.annotate import LAYERS, under
+from shardlib.annotate import under
 from shardlib.constant_collections import as_inputs, changed, with_constants
 from shardlib.context import (
     CONTEXT,
@@ -174,7 +174,14 @@ class Bound:
             loss, batch_spec = _with_constants(self.loss, self.batch_spec, self.constants)
             part, params, piece = abstract_part(loss, smaller, params, batch_spec)
             parts = cut(part, params, piece, layer_leaves=staging.layer_leaves)
-        return Stages(parts=parts, num_slices=num_slices, partition=staging.partition, lowered=staging.lowered)
+        return Stages(
+            parts=parts,
+            num_slices=num_slices,
+            partition=staging.partition,
+            lowered=staging.lowered,
+            spread=tuple(staging.spread),
+            spread_calls=staging.spread_calls,
+        )
 
     def state_specs(self) -> tuple[Any, tuple[str, ...]]:
         """Specs that optimizer state follows: the parameters', split further by zero=1 and 2; and notices."""
@@ -254,9 +261,8 @@ def _staging(loss: LossFunction, batch_spec: Any, plan: Plan, boxed: Any) -> Sta
     """How a plan with a stage axis cuts the model; None for any other plan."""
     if not plan.is_pipeline:
         return None
-    leaves = array_leaves(boxed)
-    named = tuple(i for i, leaf in enumerate(leaves) if leaf.names and LAYERS in leaf.names)
-    return stage_model(loss, plan, _unboxed(boxed), batch_spec, named)
+    names = [leaf.names for leaf in array_leaves(boxed)]
+    return stage_model(loss, plan, _unboxed(boxed), batch_spec, names)
 
 
 def _constants(loss: LossFunction, plan: Plan, params: Any, collections: Any, batch_spec: Any) -> Any:

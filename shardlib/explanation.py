@@ -191,8 +191,7 @@ def pipeline_rows(facts: StagingFacts) -> list[tuple[str, str]]:
         ("layers", f"{facts.num_layers}, with {kinds} parameters each{below}: {shown}"),
         (
             "other parameters",
-            f"{facts.other_parameters:,} scalars, stored in parts over the stages; every stage gathers them once per "
-            "step",
+            f"{facts.other_parameters:,} scalars, stored in parts over the stages; {_others_text(facts)}",
         ),
         ("message", f"{' + '.join(facts.message)}, {bytes_text(facts.message_bytes)} per microbatch"),
         ("side inputs", side_text(facts)),
@@ -252,6 +251,15 @@ def side_text(facts: StagingFacts) -> str:
         return "none"
     cost = f"with matrix products of {facts.side_flops:,} FLOPs" if facts.side_flops else "without matrix products"
     return f"{', '.join(kinds)}; every stage makes them again, {cost}"
+
+
+def _others_text(facts: StagingFacts) -> str:
+    if not facts.spread_parameters:
+        return "every stage gathers them once per step"
+    return (
+        f"{facts.spread_parameters:,} of them stay there, and all stages compute embedding and head together; every "
+        "stage gathers the others once per step"
+    )
 
 
 def work_text(facts: StagingFacts) -> str:

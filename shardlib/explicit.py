@@ -77,12 +77,17 @@ def data_like(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis in DATA_LIKE and mesh.shape[axis] > 1)
 
 
-def check_layout(layout: Layout, *, gathered: Collection[str] = DATA_LIKE) -> None:
-    """Raises for a dim that a gathered axis splits outside another axis: gathering it would interleave the rest."""
+def check_layout(layout: Layout, *, gathered: Callable[[int], Collection[str]] = lambda leaf: DATA_LIKE) -> None:
+    """Raises for a dim that a gathered axis splits outside another axis: gathering it would interleave the rest.
+
+    Args:
+        layout: with the specs of the parameters.
+        gathered: from a parameter's position to the axes it is gathered over.
+    """
     failures = []
-    for path, spec in leaves_with_paths(layout.params, is_leaf=is_spec):
+    for leaf, (path, spec) in enumerate(leaves_with_paths(layout.params, is_leaf=is_spec)):
         for dim, entry in enumerate(spec):
-            kinds = [axis in gathered for axis in axes_of(entry)]
+            kinds = [axis in gathered(leaf) for axis in axes_of(entry)]
             if kinds != sorted(kinds):
                 failures.append(
                     f"{path} dim {dim} is split by {'+'.join(axes_of(entry))}; fix: put the data-like axis last"

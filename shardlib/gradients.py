@@ -26,6 +26,7 @@ from shardlib.plan import STAGE, Plan
 from shardlib.remat import parse_policy, with_policy
 from shardlib.slices import BATCH, batch_dims, check_divides, cut, part_keys
 from shardlib.spec_axes import axes_of, is_spec
+from shardlib.spread_vocabulary import with_spread_slots
 from shardlib.staging import Staging
 from shardlib.whole_gathers import with_whole_gathers
 
@@ -220,6 +221,8 @@ def _inside(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, *, hid
         sum_dtype=plan.tensor_reduce_dtype,
         context=specs.context,
     )
+    if plan.vocabulary == "spread":
+        in_force = with_spread_slots(in_force, stage=STAGE, parts=plan.mesh.size(STAGE))
     managed = [axis for axis in mesh.axis_names if axis not in hidden and mesh.shape[axis] > 1]
     loss = annotate.under(in_force, loss)
     return with_whole_gathers(loss) if hidden and len(managed) > 1 else loss

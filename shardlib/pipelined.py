@@ -23,6 +23,7 @@ from shardlib.pipeline.cutting import cut_traced
 from shardlib.pipeline.evaluate import Evaluator
 from shardlib.pipeline.execute import STAGE, Executor
 from shardlib.pipeline.forward_only import forward_only
+from shardlib.pipeline.joint import Joint
 from shardlib.pipeline.partition import NO_LAYER, Partition
 from shardlib.pipeline.parts import Leaves, Parts
 from shardlib.pipeline.passes import Chosen, recomputing, storing
@@ -62,22 +63,25 @@ def pipelined_gradients(
         abstract_params: in the model's own shapes.
         options: how to execute.
     """
-    check_layout(layout, gathered=(*DATA_LIKE, STAGE))
     moves = _Moves(staging=staging, layout=layout)
+    check_layout(layout, gathered=moves.gathered_over)
     core = _Core(loss=loss, moves=moves, abstract_params=abstract_params, options=options)
     mesh, axes = layout.mesh, layout.axes
     held_specs = moves.held_specs(hoisted=moves.hoisted)
+
+    local_outer = [only(spec, (STAGE,)) for spec in moves.outer_specs]
 
     def value(params: Any, batch: Any, rng: Any) -> tuple[Any, Sums]:
         leaves = jax.tree.leaves(cast(params, layout.compute_dtype))
         whole = manual(moves.gather, mesh, (moves.specs,), (held_specs, moves.outer_specs))(leaves)
         lead = axes or None
-        rows_out, outer_out = P(lead, STAGE), P((STAGE, *axes))
+        rows_out = P(lead, STAGE)
+        outer_out = [_stacked(spec, axes) for spec in _chosen(local_outer, core.chosen_outer)]
         local = jax.shard_map(
             core,
             mesh=mesh,
             axis_names={STAGE, *axes},
-            in_specs=([only(spec, (STAGE, *axes)) for spec in held_specs], P(), layout.batch_over(axes), P()),
+            in_specs=([only(spec, (STAGE, *axes)) for spec in held_specs], local_outer, layout.batch_over(axes), P()),
             out_specs=(rows_out, outer_out, P()),
             check_vma=False,
         )
@@ -85,7 +89,7 @@ def pipelined_gradients(
         rows, outer, sums = local(rows, outer, batch, rng)
         # Out of a partly manual region a spec may name manual axes only; the constraint names the rest.
         row_specs = [P(lead, *spec) for spec in _chosen(moves.row_specs, core.chosen_rows)]
-        outer_specs = [P((STAGE, *axes), *spec) for spec in _chosen(moves.outer_specs, core.chosen_outer)]
+        outer_specs = [_stacked(spec, axes) for spec in _chosen(moves.outer_specs, core.chosen_outer)]
         place = lambda tree, specs: jax.lax.with_sharding_constraint(  # noqa: E731
             tree, [NamedSharding(mesh, spec) for spec in specs]
         )
@@ -94,6 +98,13 @@ def pipelined_gradients(
         return jax.tree.unflatten(jax.tree.structure(layout.grads, is_leaf=is_spec), grads), sums
 
     return value
+
+
+def _stacked(spec: P, axes: tuple[str, ...]) -> P:
+    """The spec with a leading dim over the devices that each have a gradient of their own."""
+    is_in_parts = any(STAGE in axes_of(entry) for entry in spec)
+    lead = axes if is_in_parts else (STAGE, *axes)
+    return P(lead or None, *spec)
 
 
 def _chosen(values: list[Any], flags: tuple[bool, ...]) -> list[Any]:
@@ -168,9 +179,13 @@ class _Moves:
 
     @property
     def outer_specs(self) -> list[P]:
-        """Of all other parameters, gathered."""
+        """Of all other parameters, gathered: but for those that stay in parts over the stages."""
         specs = self.specs
-        return [without(specs[leaf], (*DATA_LIKE, STAGE)) for leaf in self.parts.outer]
+        return [without(specs[leaf], self.gathered_over(leaf)) for leaf in self.parts.outer]
+
+    def gathered_over(self, leaf: int) -> tuple[str, ...]:
+        """The axes that a parameter is gathered over before it is used."""
+        return DATA_LIKE if leaf in self.staging.spread else (*DATA_LIKE, STAGE)
 
     def gather(self, leaves: Leaves) -> tuple[Leaves, Leaves]:
         """In a region manual over the mesh: rows of this rank's layers, and the other parameters, both whole."""
@@ -183,8 +198,9 @@ class _Moves:
                 leaf = leaves[kind.leaves[0]]
                 whole = gather_leaf(leaf, spec, over=DATA_LIKE) if self.hoisted else leaf
                 rows.append(jnp.moveaxis(whole, kind.dim, 0))
-        over = (*DATA_LIKE, STAGE)
-        return rows, [gather_leaf(leaves[leaf], specs[leaf], over=over) for leaf in self.parts.outer]
+        return rows, [
+            gather_leaf(leaves[leaf], specs[leaf], over=self.gathered_over(leaf)) for leaf in self.parts.outer
+        ]
 
     def reduce(self, rows: Leaves, outer: Leaves) -> Leaves:
         """In a region manual over the mesh: gradients summed over devices and split as their specs say, in tree order.
@@ -205,8 +221,9 @@ class _Moves:
             else:
                 leaf = kind.leaves[0]
                 made[leaf] = reduce_leaf(jnp.moveaxis(grad[0], 0, kind.dim), spec_of(leaf), **sizes)
-        over = tuple(axis for axis in layout.mesh.axis_names if axis in (*layout.axes, STAGE))
+        everywhere = tuple(axis for axis in layout.mesh.axis_names if axis in (*layout.axes, STAGE))
         for leaf, grad in zip((leaf for leaf in self.parts.outer if mask[leaf]), outer, strict=True):
+            over = layout.axes if leaf in self.staging.spread else everywhere
             made[leaf] = reduce_leaf(grad[0], spec_of(leaf), over=over, dtype=layout.reduce_dtype)
         return [made[leaf] for leaf in sorted(made)]
 
@@ -289,11 +306,12 @@ def pipelined_sums(
         leaves = jax.tree.leaves(cast(params, layout.compute_dtype))
         held_specs = moves.held_specs(hoisted=moves.hoisted)
         rows, outer = manual(moves.gather, mesh, (moves.specs,), (held_specs, moves.outer_specs))(leaves)
+        local_outer = [only(spec, (STAGE,)) for spec in moves.outer_specs]
         local = jax.shard_map(
             lambda rows, outer, batch: core.evaluate(rows, outer, batch, over=(STAGE, *(axes if divided else ()))),
             mesh=mesh,
             axis_names={STAGE, *axes},
-            in_specs=([only(spec, (STAGE, *axes)) for spec in held_specs], P(), layout.batch_over(axes)),
+            in_specs=([only(spec, (STAGE, *axes)) for spec in held_specs], local_outer, layout.batch_over(axes)),
             out_specs=P(),
             check_vma=False,
         )
@@ -386,13 +404,24 @@ class _Core:
             skip=self.options.skip,
             split=self._split,
             fetch=self.moves.fetch,
+            joint=self._joint,
         )
         results = evaluator.results(self._by_chunk(rows), outer, cut.pieces)
         return jax.tree.unflatten(cut.results, results).summed(over)
 
     def _params(self) -> Any:
-        """The model's own parameters as the loss sees them, abstract."""
-        return jax.eval_shape(lambda tree: cast(tree, self.layout.compute_dtype), self.abstract_params)
+        """The model's own parameters as the loss sees them on one rank, abstract."""
+        whole = jax.eval_shape(lambda tree: cast(tree, self.layout.compute_dtype), self.abstract_params)
+        return self.staging.parts_of(whole)
+
+    @property
+    def _joint(self) -> Joint | None:
+        """How all ranks compute embedding and head together, where their parameters are in parts."""
+        staging = self.staging
+        if not staging.spread:
+            return None
+        spread = tuple(leaf in staging.spread for leaf in staging.parts.outer)
+        return Joint(placement=staging.partition.placement, spread=spread)
 
     def _by_chunk(self, rows: Leaves) -> Leaves:
         partition = self.staging.partition
@@ -452,4 +481,5 @@ class _Core:
             split=self._split,
             inside=self.options.inside,
             fetch=self.moves.fetch,
+            joint=self._joint,
         )

@@ -25,6 +25,7 @@ Dtype = Literal["float32", "bfloat16"]
 Idle = Literal["skip", "mask"]
 Balance = Literal["even", "cost"]
 Attention = Literal["ring", "all_to_all", "gather"]
+Vocabulary = Literal["gathered", "spread"]
 Placement = Literal["contiguous", "zigzag", "striped"]
 DATA: Final = "data"
 STAGE: Final = "stage"
@@ -59,6 +60,9 @@ class Plan:
         idle: "skip" branches around idle slots; "mask" computes in them and discards, for programs in which branches
             are not safe.
         balance: layers per stage: "even" where it divides, or by "cost", which counts embedding and head.
+        vocabulary: parameters of embedding and head that a pipeline stores in parts over its stages are "gathered" once
+            per step; or "spread": a vocabulary stays in parts, and all stages compute embedding and head together,
+            for models with the layers of `shardlib.layers`.
         attention: where a context axis divides sequences: "ring" passes keys and values on, "all_to_all" exchanges
             heads for whole sequences, "gather" collects keys and values. None chooses by bytes.
         placement: which device holds which tokens: "contiguous", "zigzag" (an early and a late part) or "striped".
@@ -84,6 +88,7 @@ class Plan:
     residuals: str | None = None
     idle: Idle = "skip"
     balance: Balance = "even"
+    vocabulary: Vocabulary = "gathered"
     attention: Attention | None = None
     placement: Placement | None = None
 
@@ -194,6 +199,7 @@ class Plan:
             given["schedule"] = None if self.schedule is None else self.schedule.strip().splitlines()[0]
             given |= {"idle": None if self.idle == "skip" else self.idle}
             given |= {"balance": None if self.balance == "even" else self.balance}
+            given |= {"vocabulary": None if self.vocabulary == "gathered" else self.vocabulary}
             return [
                 f"{name}={value!r} is for a pipeline, and mesh {self.mesh} has no stage axis; fix: name stage=N, or "
                 f"leave {name} out"
@@ -267,6 +273,7 @@ class Plan:
                 f"schedule: {table.name}, {self.num_microbatches} microbatches{chunks}, idle slots: {self.idle}"
             )
             lines.append(f"residuals: {self.residuals or 'full'}")
+            lines += ["vocabulary: spread over the stages"] if self.vocabulary == "spread" else []
         return tuple(lines)
 
     @property
@@ -337,6 +344,7 @@ _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "tensor_reduce_dtype": (None, *get_args(Dtype)),
     "idle": get_args(Idle),
     "balance": get_args(Balance),
+    "vocabulary": get_args(Vocabulary),
     "attention": (None, *get_args(Attention)),
     "placement": (None, *get_args(Placement)),
 }

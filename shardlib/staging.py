@@ -7,8 +7,8 @@ In: a loss, its plan, abstract parameters. Out: `Staging`, which stores and rest
 """
 
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -21,11 +21,11 @@ from meshes.shape import MeshShape
 from shardlib import annotate
 from shardlib import batch_spec as batches
 from shardlib.accumulate import over_slices
-from shardlib.decide import Decision
+from shardlib.decide import Decision, decide
 from shardlib.explicit import cast
 from shardlib.objective import LossFunction
 from shardlib.pipeline.costs import Costs
-from shardlib.pipeline.cutting import cut
+from shardlib.pipeline.cutting import cut_traced
 from shardlib.pipeline.lower import lower
 from shardlib.pipeline.lowered import Lowered
 from shardlib.pipeline.partition import NO_LAYER, Partition
@@ -37,6 +37,7 @@ from shardlib.plan import STAGE, Plan
 from shardlib.slices import BATCH, check_divides
 from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, Resolution, entry_of
+from shardlib.spread_vocabulary import VOCAB, SpreadCall, local_shape, spread_leaves, with_spread_slots
 from shardlib.strategies import DATA_LIKE
 from shardlib.tree_paths import leaves_with_paths
 
@@ -52,6 +53,8 @@ class Staging:
         layer_leaves: positions of the parameters that carry the logical axis "layers".
         paths: of the parameters.
         num_side_inputs: values that layers read beside the carry: those that all share, those with a slice per layer.
+        spread: by position, the vocab dim of every parameter that stays in parts over the stages.
+        spread_calls: the lookups and losses of such parameters.
     """
 
     parts: Parts
@@ -60,6 +63,8 @@ class Staging:
     layer_leaves: tuple[int, ...]
     paths: tuple[str, ...]
     num_side_inputs: tuple[int, int] = (0, 0)
+    spread: Mapping[int, int] = field(default_factory=dict)
+    spread_calls: tuple[SpreadCall, ...] = ()
 
     @property
     def dims(self) -> dict[int, int]:
@@ -102,10 +107,20 @@ class Staging:
             leaves[position] = change(leaves[position], dim)
         return jax.tree.unflatten(treedef, leaves)
 
+    def parts_of(self, params: Any) -> Any:
+        """Abstract parameters as one rank holds them while it computes: vocabularies that are spread, in parts."""
+        leaves, treedef = jax.tree.flatten(params)
+        parts = self.partition.placement.num_ranks
+        for position, dim in self.spread.items():
+            shape = local_shape(leaves[position].shape, dim, parts=parts)
+            leaves[position] = jax.ShapeDtypeStruct(shape, leaves[position].dtype)
+        return jax.tree.unflatten(treedef, leaves)
+
     @property
     def loads(self) -> tuple[float, ...]:
         """What every rank computes per microbatch, in layers; embedding and head by their matrix products."""
-        return self.partition.loads(**shares(self.parts))
+        together = sum(shares(self.parts).values()) / self.partition.placement.num_ranks if self.spread else 0.0
+        return tuple(load + together for load in self.partition.loads(**own_shares(self.parts, self.spread)))
 
 
 def shares(parts: Parts) -> dict[str, float]:
@@ -114,8 +129,18 @@ def shares(parts: Parts) -> dict[str, float]:
     return {"embedding": before / layer, "head": after / layer} if layer else {"embedding": 0.0, "head": 0.0}
 
 
-def stage_model(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, layer_leaves: tuple[int, ...]) -> Staging:
+def own_shares(parts: Parts, spread: Mapping[int, int]) -> dict[str, float]:
+    """`shares` that the first and the last stage have for themselves: none of what all compute together."""
+    return {"embedding": 0.0, "head": 0.0} if spread else shares(parts)
+
+
+def stage_model(
+    loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, names: Sequence[tuple[str | None, ...] | None]
+) -> Staging:
     """Cuts the loss and deals out its layers; traces the loss once, abstractly.
+
+    Args:
+        names: logical axes of the parameters, None for one without.
 
     Raises:
         ShardingError: rules about the stage axis, no layers, fewer layers than stages, a schedule that cannot be
@@ -124,20 +149,39 @@ def stage_model(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, la
     check_rules(plan)
     table = plan.table()
     check_executable(table)
-    part, params, piece = abstract_part(loss, plan, params, batch_spec)
-    parts = cut(part, params, piece, layer_leaves=layer_leaves)
+    calls: list[SpreadCall] = []
+    part, params, piece = abstract_part(loss, plan, params, batch_spec, record=calls.append)
+    layer_leaves = tuple(i for i, axes in enumerate(names) if axes and annotate.LAYERS in axes)
+    closed = jax.make_jaxpr(part)(params, piece)
+    parts = cut_traced(closed, params, layer_leaves=layer_leaves)
     _check_names(parts, plan)
+    paths = tuple(path for path, _ in leaves_with_paths(params))
+    spread = _spread_of(closed, parts, plan, params, names) if plan.vocabulary == "spread" else {}
     leaves = jax.tree.leaves(params)
     shared, sliced = jax.eval_shape(parts.side, [leaves[leaf] for leaf in parts.outer], jax.tree.leaves(piece))
-    partition = partition_of(parts, plan, table)
+    partition = partition_of(parts, plan, table, spread)
+    costs = costs_of(parts, partition, recomputes=recomputes(plan), spread=spread)
     return Staging(
         parts=parts,
         partition=partition,
-        lowered=lower(table, costs_of(parts, partition, recomputes=recomputes(plan)), idle=plan.idle, form="fused"),
+        lowered=lower(table, costs, idle=plan.idle, form="fused"),
         layer_leaves=layer_leaves,
-        paths=tuple(path for path, _ in leaves_with_paths(params)),
+        paths=paths,
         num_side_inputs=(len(shared), len(sliced)),
+        spread=spread,
+        spread_calls=tuple(calls),
     )
+
+
+def _spread_of(closed: Any, parts: Parts, plan: Plan, params: Any, names: Sequence[Any]) -> dict[int, int]:
+    """The parameters outside of the layers whose vocabulary is spread over the stages."""
+    dims = {leaf: names[leaf].index(VOCAB) for leaf in parts.outer if VOCAB in (names[leaf] or ())}
+    leaves, local = jax.tree.leaves(params), {}
+    for leaf, dim in dims.items():
+        decisions = decide(names[leaf], leaves[leaf].shape, rules=plan.placement_rules, mesh=plan.mesh)
+        local[leaf] = _local(decisions[dim], plan.mesh)
+    paths = [path for path, _ in leaves_with_paths(params)]
+    return spread_leaves(closed, paths, dims, sizes=local, parts=plan.mesh.size(STAGE))
 
 
 def _check_names(parts: Parts, plan: Plan) -> None:
@@ -153,23 +197,27 @@ def _check_names(parts: Parts, plan: Plan) -> None:
     )
 
 
-def partition_of(parts: Parts, plan: Plan, table: Table) -> Partition:
+def partition_of(parts: Parts, plan: Plan, table: Table, spread: Mapping[int, int]) -> Partition:
     """Layers per virtual stage as the plan wants them."""
     placement = table.placement
     if plan.balance == "even" and parts.num_layers % len(placement.ranks) == 0:
         return Partition.even(parts.num_layers, placement)
-    return Partition.balanced(parts.num_layers, placement, **shares(parts))
+    return Partition.balanced(parts.num_layers, placement, **own_shares(parts, spread))
 
 
-def costs_of(parts: Parts, partition: Partition, *, recomputes: bool) -> Costs:
+def costs_of(parts: Parts, partition: Partition, *, recomputes: bool, spread: Mapping[int, int]) -> Costs:
     """F and B of every virtual stage in layers, by matrix products.
 
     A backward pass is two forward ones, three where the layers run again. The head's is part of the last stage's F.
 
     Args:
         recomputes: whether the backward pass runs the layers again.
+        spread: parameters whose vocabulary is spread: all ranks compute their part in the ticks of the first and the
+            last stage.
     """
-    share, again = shares(parts), 3 if recomputes else 2
+    divided = partition.placement.num_ranks if spread else 1
+    share = {name: value / divided for name, value in shares(parts).items()}
+    again = 3 if recomputes else 2
     forward = [float(count) for count in partition.counts]
     backward = [again * count for count in forward]
     forward[0] += share["embedding"]
@@ -209,8 +257,20 @@ def check_executable(table: Table) -> None:
         )
 
 
-def abstract_part(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any) -> tuple[Any, Any, Any]:
-    """The loss of one microbatch of one data shard, with abstract arguments: what `cut` takes."""
+def abstract_part(
+    loss: LossFunction,
+    plan: Plan,
+    params: Any,
+    batch_spec: Any,
+    *,
+    record: Callable[[SpreadCall], None] = lambda call: None,
+) -> tuple[Any, Any, Any]:
+    """The loss of one microbatch of one data shard, with abstract arguments: what `cut` takes.
+
+    Args:
+        loss, plan, params, batch_spec: as for `stage_model`.
+        record: hears the lookups and losses of a spread vocabulary, every time the loss is traced.
+    """
     parts = plan.num_batch_shards * plan.num_microbatches
     why = f"{plan.num_batch_shards} shards x {plan.num_microbatches} microbatches"
     check_divides(batch_spec, parts=parts, why=why)
@@ -220,6 +280,8 @@ def abstract_part(loss: LossFunction, plan: Plan, params: Any, batch_spec: Any) 
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
     hidden = (*DATA_LIKE, STAGE)
     in_force = active(plan.rules, abstract_mesh(plan.mesh), hidden=hidden, sum_dtype=plan.tensor_reduce_dtype)
+    if plan.vocabulary == "spread":
+        in_force = with_spread_slots(in_force, stage=STAGE, parts=1, record=record)
     part = over_slices(annotate.under(in_force, loss), 1, ())
     params = jax.eval_shape(lambda tree: cast(tree, plan.compute_dtype), params)
     return lambda params, piece: part(params, *piece, None), params, (piece, key)
@@ -252,6 +314,8 @@ def place_on_stages(found: Resolution, staging: Staging, mesh: MeshShape) -> Res
     entries = [
         _layers(entry, staging, staging.dims[position], mesh)
         if position in staging.dims
+        else _in_vocabulary(entry, staging.spread[position], mesh)
+        if position in staging.spread
         else _spread(entry, mesh, alone=position in unrolled)
         for position, entry in enumerate(found.entries)
     ]
@@ -265,6 +329,15 @@ def _layers(entry: Entry, staging: Staging, dim: int, mesh: MeshShape) -> Entry:
     reason = f"{partition.num_layers} layers over {mesh.size(STAGE)} stages{stored}"
     decisions = [_without_stage(decision) for decision in entry.decisions]
     decisions[dim] = replace(decisions[dim], mesh_axes=(STAGE,), reason=reason, problem=None)
+    return entry_of(entry.path, entry.shape, entry.dtype, entry.names, tuple(decisions), mesh)
+
+
+def _in_vocabulary(entry: Entry, dim: int, mesh: MeshShape) -> Entry:
+    """The vocabulary is divided over the stages first, and stays so."""
+    decisions = [_without_stage(decision) for decision in entry.decisions]
+    old = decisions[dim]
+    reason = f"{old.reason}; spread over {STAGE}={mesh.size(STAGE)}: every stage computes with its own words"
+    decisions[dim] = replace(old, mesh_axes=(STAGE, *old.mesh_axes), reason=reason)
     return entry_of(entry.path, entry.shape, entry.dtype, entry.names, tuple(decisions), mesh)
 
 

@@ -8,7 +8,7 @@ In: `Staging` and its plan. Out: `StagingFacts`, plain numbers and words, part o
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final
 
 import jax
@@ -22,7 +22,7 @@ from shardlib.pipeline.simulate import simulate
 from shardlib.pipeline.stack import Stacked
 from shardlib.plan import STAGE, Plan
 from shardlib.remat import Policy
-from shardlib.staging import Staging, costs_of, recomputes, shares
+from shardlib.staging import Staging, costs_of, own_shares, recomputes, shares
 
 SEVERAL: Final = " ... "
 """Between the first and the last path of a kind of parameter that every layer has as an array of its own."""
@@ -77,6 +77,8 @@ class StagingFacts:
         where: the scan or the markers that were cut, with the model's line.
         layer_parameters: paths of the parameters of the layers, one per kind.
         other_parameters: scalar parameters outside of the layers.
+        spread_parameters: those of them whose vocabulary stays in parts over the stages, which compute embedding and
+            head together.
         message: what travels from stage to stage, as text per array: the carry, then what layers put out.
         message_bytes, cotangent_bytes: bytes of a message forwards, and of its gradient backwards.
         shared_inputs: how many values every layer reads beside the carry.
@@ -103,6 +105,7 @@ class StagingFacts:
     where: str
     layer_parameters: tuple[str, ...]
     other_parameters: int
+    spread_parameters: int
     message: tuple[str, ...]
     message_bytes: int
     cotangent_bytes: int
@@ -172,7 +175,7 @@ def staging_facts(staging: Staging, plan: Plan, params: Any) -> StagingFacts:
     """
     parts, partition, lowered = staging.parts, staging.partition, staging.lowered
     share = shares(parts)
-    costs = costs_of(parts, partition, recomputes=recomputes(plan))
+    costs = costs_of(parts, partition, recomputes=recomputes(plan), spread=staging.spread)
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(params)]
     per_layer = sum(sizes[leaf] for kind in parts.stacked for leaf in kind.leaves) // parts.num_layers
     lockstep = simulate(lowered.table, costs, lockstep=True, idle=plan.idle, form=lowered.ticks.form)
@@ -181,14 +184,16 @@ def staging_facts(staging: Staging, plan: Plan, params: Any) -> StagingFacts:
     each = _kept_bytes(parts, partition, policy)
     backward = [leaf for leaf in parts.message if jnp.issubdtype(leaf.dtype, jnp.inexact)]
     cotangent_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in backward)
-    loads = partition.loads(**share)
+    loads = staging.loads
     padding = len(partition.rows) - parts.num_layers if staging.dims else 0
     stored_once = sum(sizes[leaf] for leaf in staging.dims)
-    by_cost = Partition.balanced(parts.num_layers, partition.placement, **share)
+    own = own_shares(parts, staging.spread)
+    by_cost = replace(staging, partition=Partition.balanced(parts.num_layers, partition.placement, **own))
     return StagingFacts(
         where=parts.where,
         layer_parameters=tuple(_kind_text(kind, staging.paths) for kind in parts.stacked),
         other_parameters=sum(sizes[leaf] for leaf in parts.outer),
+        spread_parameters=sum(sizes[leaf] for leaf in staging.spread),
         message=tuple(f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]" for leaf in parts.message),
         message_bytes=parts.message_bytes,
         cotangent_bytes=cotangent_bytes,
@@ -200,7 +205,7 @@ def staging_facts(staging: Staging, plan: Plan, params: Any) -> StagingFacts:
         head=share["head"],
         balance=plan.balance,
         chosen=_balance(partition, loads),
-        by_cost=_balance(by_cost, by_cost.loads(**share)),
+        by_cost=_balance(by_cost.partition, by_cost.loads),
         stages=tuple(
             StageFacts(
                 layers=layers,

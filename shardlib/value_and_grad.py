@@ -16,12 +16,11 @@ from jax.sharding import Mesh, NamedSharding
 
 from meshes.build import shape_of
 from meshes.errors import ShardingError
-from shardlib.annotate import LAYERS
 from shardlib.batch_spec import ArraySpec
 from shardlib.gradients import StepSpecs, gradient_function
 from shardlib.objective import LossFunction
 from shardlib.pipeline.parts import Parts
-from shardlib.plan import STAGE, Plan
+from shardlib.plan import STAGE, Plan, Vocabulary
 from shardlib.rules import Rules
 from shardlib.slices import BATCH
 from shardlib.spec_axes import is_spec
@@ -41,6 +40,7 @@ def value_and_grad(
     specs: Any = None,
     batch_spec: Any = None,
     residuals: str | None = None,
+    vocabulary: Vocabulary = "gathered",
     idle: Any = None,
     random_slices: int | None = None,
     has_aux: bool = False,
@@ -53,7 +53,7 @@ def value_and_grad(
             at the shapes of (one microbatch of one data shard, a key).
         mesh: with a stage axis; its data-like axes divide the batch, the others are left to the compiler.
         num_microbatches: parts of each data shard's rows.
-        schedule, chunks, residuals, random_slices: as in a `Plan`.
+        schedule, chunks, residuals, vocabulary, random_slices: as in a `Plan`.
         rules: logical to mesh axes, for the constraints inside the model and for `specs`.
         specs: a tree of `PartitionSpec` of the parameters over the other mesh axes. None takes them from the logical
             axes that the parameters carry (NNX variables, boxes) or that the rules' patterns name.
@@ -86,6 +86,7 @@ def value_and_grad(
         chunks=chunks,
         num_microbatches=num_microbatches,
         residuals=residuals,
+        vocabulary=vocabulary,
         random_slices=random_slices,
         idle=idle or ("mask" if others else "skip"),
     )
@@ -122,9 +123,8 @@ def value_and_grad(
 def _staged(loss: LossFunction, plan: Plan, params: Any, specs: Any, batch_spec: Any) -> tuple[Staging, Resolution]:
     """The model on its stages, and the specs of its stored parameters."""
     abstract = jax.eval_shape(lambda tree: tree, params)
-    leaves = array_leaves(params)
-    named = tuple(i for i, leaf in enumerate(leaves) if leaf.names and LAYERS in leaf.names)
-    staging = stage_model(loss, plan, abstract, batch_spec, named)
+    names = [leaf.names for leaf in array_leaves(params)]
+    staging = stage_model(loss, plan, abstract, batch_spec, names)
     stored = staging.stored_shapes(abstract)
     resolution = resolve(stored, plan.placement_rules, plan.mesh) if specs is None else given(stored, specs, plan.mesh)
     return staging, place_on_stages(resolution, staging, plan.mesh)

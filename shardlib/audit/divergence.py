@@ -13,19 +13,20 @@ from meshes.shape import MeshShape
 from shardlib.audit.program import Collective, Program, axes_of
 
 STAGE = "stage"
-MESSAGE_SCOPE = "pipeline_message"
+TOGETHER_SCOPES = ("pipeline_message", "pipeline_together")
 
 
 def divergent(program: Program, mesh: MeshShape) -> tuple[Collective, ...]:
-    """Collectives under a conditional that devices of several stages must join, messages between stages aside.
+    """Collectives under a conditional that devices of several stages must join, the executor's own aside.
 
-    Messages sit under a condition on the tick alone, which is the same on every device.
+    Its messages, and what all stages compute together, sit under a condition on the tick alone, which is the same on
+    every device.
     """
     return tuple(
         collective
         for collective in program.collectives
         if collective.in_branch
-        and MESSAGE_SCOPE not in (collective.op_name or "")
+        and not any(scope in (collective.op_name or "") for scope in TOGETHER_SCOPES)
         and (collective.kind == "collective-permute" or STAGE in (axes_of(collective, mesh).axes or ()))
     )
 

@@ -19,6 +19,7 @@ from shardlib.pipeline.parts import Parts
 from shardlib.plan import Plan
 from shardlib.spec_axes import axes_of
 from shardlib.specs import Entry
+from shardlib.spread_vocabulary import SpreadCall
 
 SUM_BYTES: Final = 4  # the loss, its weight and metrics are float32
 FLOATING: Final = ("float64", "float32", "bfloat16", "float16")
@@ -33,12 +34,16 @@ class Stages:
         num_slices: slices of a microbatch on a device; a message holds all of them.
         partition: layers per virtual stage.
         lowered: the schedule in ticks.
+        spread: positions of the parameters whose vocabulary is spread over the stages.
+        spread_calls: their lookups and losses.
     """
 
     parts: Parts
     num_slices: int
     partition: Partition
     lowered: Lowered
+    spread: tuple[int, ...] = ()
+    spread_calls: tuple[SpreadCall, ...] = ()
 
     @property
     def chunk_runs(self) -> int:

@@ -10,6 +10,7 @@ permute runs in the ticks in which some rank sends, rows that stand for no layer
 one by one pass through all-to-alls, is the executor's own (`pipeline.execute`, `pipelined`).
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -20,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from shardlib.cost.arrays import SUM_BYTES, Arrays, Stages, degree, dtype_used, local_elements, splits
 from shardlib.cost.parameters import of_gradient, of_parameter, of_sum
 from shardlib.cost.promised_collective import InForce, PromisedCollective, Turns
+from shardlib.ops.vocab_shards import VOCAB_AXES
 from shardlib.pipeline.execute import packing
 from shardlib.pipeline.stack import Stacked
 from shardlib.plan import STAGE, Plan
@@ -41,9 +43,11 @@ def of_pipeline(plan: Plan, arrays: Arrays) -> Iterator[PromisedCollective]:
     yield from _of_messages(plan, stages, in_force=once)
     for position in stages.parts.outer:
         entry = arrays.parameters[position]
-        yield from of_parameter(plan, entry, axes=both, in_force=once)
+        axes = data_like if position in stages.spread else both
+        yield from of_parameter(plan, entry, axes=axes, in_force=once)
         if arrays.has_gradient(position):
-            yield from of_gradient(plan, entry, arrays.grad_specs[position], axes=both, in_force=once)
+            yield from of_gradient(plan, entry, arrays.grad_specs[position], axes=axes, in_force=once)
+    yield from _of_spread_vocabulary(plan, stages, in_force=once)
     for kind in stages.parts.stacked:
         if kind.dim is None:
             yield from _of_single_layers(plan, arrays, kind, stages=stages, axes=data_like, in_force=once)
@@ -59,27 +63,50 @@ def work_turns(plan: Plan, stages: Stages) -> Turns:
 
 def _of_messages(plan: Plan, stages: Stages, *, in_force: InForce) -> Iterator[PromisedCollective]:
     """One permute per channel and dtype, in the ticks in which some rank sends; only what has gradients goes back."""
-    parts, lowered = stages.parts, stages.lowered
-    split = any(size > 1 for axis, size in plan.mesh.axes if axis not in (*DATA_LIKE, STAGE))
-    differentiable = tuple(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in parts.message)
+    lowered = stages.lowered
     for channel, sends in zip(lowered.channels, lowered.ticks.sends, strict=True):
         if not channel.shift:
             continue
         is_forward = channel.kind == "F"
-        packed = packing(parts, None if is_forward else differentiable, split=split)
-        for group in packed.groups:
-            elements = sum(math.prod(packed.value[i].shape) for i in group)
-            if packed.specs is not None and len(group) == 1:
-                elements = local_elements(plan, packed.value[group[0]].shape, packed.specs[group[0]])
-            dtype = str(packed.value[group[0]].dtype)
-            size = elements * stages.num_slices * packed.value[group[0]].dtype.itemsize
+        for elements, dtype in _message(plan, stages, kind=channel.kind):
             yield from in_force.make(
                 "activations" if is_forward else "cotangents",
                 (STAGE,),
-                buffer_bytes=size,
+                buffer_bytes=elements * itemsize(dtype),
                 dtype=dtype,
                 turns=Turns(taken=sum(sends), total=lowered.num_ticks),
             )
+
+
+def _message(plan: Plan, stages: Stages, *, kind: str) -> Iterator[tuple[int, str]]:
+    """Elements that a device sends of a message, and their dtype, for every collective that carries part of it."""
+    parts = stages.parts
+    split = any(size > 1 for axis, size in plan.mesh.axes if axis not in (*DATA_LIKE, STAGE))
+    differentiable = tuple(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in parts.message)
+    packed = packing(parts, None if kind == "F" else differentiable, split=split)
+    for group in packed.groups:
+        elements = sum(math.prod(packed.value[i].shape) for i in group)
+        if packed.specs is not None and len(group) == 1:
+            elements = local_elements(plan, packed.value[group[0]].shape, packed.specs[group[0]])
+        yield elements * stages.num_slices, str(packed.value[group[0]].dtype)
+
+
+def _of_spread_vocabulary(plan: Plan, stages: Stages, *, in_force: InForce) -> Iterator[PromisedCollective]:
+    """In the ticks in which a microbatch enters or leaves the layers, all ranks exchange what each knows a part of.
+
+    The message that leaves the layers and the cotangent that comes back are shown to all (`pipeline.joint`); a lookup
+    adds up rows; a loss its statistics, and the gradient of what it got.
+    """
+    if not stages.spread:
+        return
+    turns = Turns(taken=stages.lowered.table.num_microbatches, total=stages.lowered.num_ticks)
+    make = functools.partial(in_force.make, "spread vocabulary", dtype="float32", turns=turns)
+    for kind in ("F", "B"):
+        for elements, dtype in _message(plan, stages, kind=kind):
+            yield from make((STAGE,), buffer_bytes=elements * max(itemsize(dtype), 4))
+    together = (STAGE, *(axis for axis in VOCAB_AXES if axis in plan.mesh.names and plan.mesh.size(axis) > 1))
+    for call in stages.spread_calls:
+        yield from make(together, buffer_bytes=call.tokens * (call.embed + call.statistics) * 4)
 
 
 def _of_layers(

@@ -14,11 +14,10 @@ import jax
 import jax.numpy as jnp
 
 from shardlib import annotate
-from shardlib.layers.vocab_head import cross_entropy, head_logits, padded_initializer
+from shardlib.layers.vocab_head import cross_entropy, head_logits, padded_initializer, stored_rows
 from shardlib.loss import Loss
 from shardlib.ops.vocab_embedding import embed_tokens
 from shardlib.ops.vocab_loss import NUM_CHUNKS, TokenLosses, token_losses
-from shardlib.ops.vocab_shards import padded_vocab
 
 TABLE = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 KERNEL = nn.initializers.lecun_normal()
@@ -47,7 +46,7 @@ class VocabEmbed(nn.Module):
     def setup(self) -> None:
         """Makes the table [stored vocab, embed]."""
         initializer = padded_initializer(self.embedding_init, self.vocab, vocab_dim=0)
-        shape = padded_vocab(self.vocab, multiple=self.multiple), self.embed
+        shape = stored_rows(self.vocab, multiple=self.multiple), self.embed
         self.embedding = self.param(
             "embedding", annotate.logical(initializer, "vocab", "embed"), shape, self.param_dtype
         )
@@ -55,7 +54,9 @@ class VocabEmbed(nn.Module):
     def __call__(self, ids: jax.Array) -> jax.Array:
         """Token ids [batch, length] to [batch, length, embed]."""
         table = self.embedding if self.dtype is None else self.embedding.astype(self.dtype)
-        return annotate.constrain(self.lookup(table, ids, vocab=self.vocab), "batch", "length", "embed")
+        return annotate.constrain(
+            annotate.slot(annotate.EMBED_TOKENS, self.lookup)(table, ids, vocab=self.vocab), "batch", "length", "embed"
+        )
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Logits [batch, length, stored vocab] of x [batch, length, embed], padding at the lowest finite number."""
@@ -92,7 +93,7 @@ class CrossEntropyHead(nn.Module):
         """Makes the kernel [embed, stored vocab], unless tied."""
         if not self.tied:
             initializer = padded_initializer(self.kernel_init, self.vocab, vocab_dim=1)
-            shape = self.embed, padded_vocab(self.vocab, multiple=self.multiple)
+            shape = self.embed, stored_rows(self.vocab, multiple=self.multiple)
             self.kernel = self.param("kernel", annotate.logical(initializer, "embed", "vocab"), shape, self.param_dtype)
 
     def __call__(
@@ -115,7 +116,7 @@ class CrossEntropyHead(nn.Module):
             z_loss=self.z_loss,
             num_chunks=self.num_chunks,
             dtype=self.dtype,
-            losses=self.losses,
+            losses=annotate.slot(annotate.TOKEN_LOSSES, self.losses),
         )
 
     def logits(self, x: jax.Array, *, table: jax.Array | None = None) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from shardlib import annotate
 from shardlib.loss import Loss, Mean
 from shardlib.ops.vocab_loss import NUM_CHUNKS, TokenLosses, token_losses
+from shardlib.ops.vocab_shards import padded_vocab
 
 
 def padded_initializer(initializer: Callable[..., Any], vocab: int, *, vocab_dim: int) -> Callable[..., Any]:
@@ -28,11 +29,17 @@ def padded_initializer(initializer: Callable[..., Any], vocab: int, *, vocab_dim
     """
 
     def initialize(key: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
-        logical = tuple(vocab if dim == vocab_dim else size for dim, size in enumerate(shape))
+        # Of one part of a divided vocabulary, of which Flax asks for the shape alone, all rows are drawn.
+        logical = tuple(min(vocab, size) if dim == vocab_dim else size for dim, size in enumerate(shape))
         widths = [(0, stored - drawn) for stored, drawn in zip(shape, logical, strict=True)]
         return jnp.pad(initializer(key, logical, dtype), widths)
 
     return initialize
+
+
+def stored_rows(vocab: int, *, multiple: int) -> int:
+    """Rows that a linen layer's parameter has where it stands: all, or one part where a plan has divided them."""
+    return padded_vocab(vocab, multiple=multiple) // annotate.slot(annotate.VOCAB_PARTS, lambda: 1)()
 
 
 def head_logits(x: jax.Array, head: jax.Array, *, vocab: int, vocab_dim: int, dtype: Any = None) -> jax.Array:

@@ -57,7 +57,9 @@ class VocabEmbed(nnx.Module):
         """Token ids [batch, length] to [batch, length, embed]."""
         table = self.embedding[...]
         table = table if self.dtype is None else table.astype(self.dtype)
-        return annotate.constrain(self.lookup(table, ids, vocab=self.vocab), "batch", "length", "embed")
+        return annotate.constrain(
+            annotate.slot(annotate.EMBED_TOKENS, self.lookup)(table, ids, vocab=self.vocab), "batch", "length", "embed"
+        )
 
     def attend(self, x: jax.Array) -> jax.Array:
         """Logits [batch, length, stored vocab] of x [batch, length, embed], padding at the lowest finite number."""
@@ -123,7 +125,7 @@ class CrossEntropyHead(nnx.Module):
             z_loss=self.z_loss,
             num_chunks=self.num_chunks,
             dtype=self.dtype,
-            losses=self.losses,
+            losses=annotate.slot(annotate.TOKEN_LOSSES, self.losses),
         )
 
     def logits(self, x: jax.Array, *, table: jax.Array | None = None) -> jax.Array:

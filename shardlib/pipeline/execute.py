@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.pipeline.joint import BACK, ENTRY, EXIT, Joint, in_tick
 from shardlib.pipeline.lowered import Lowered
 from shardlib.pipeline.partition import Partition
 from shardlib.pipeline.parts import Leaves, Parts
@@ -23,6 +24,7 @@ from shardlib.pipeline.rings import Packing, make_ring, read, write, zeros
 from shardlib.pipeline.ticks import Channel
 
 STAGE = "stage"
+ENTERED = "joint.entered"
 MESSAGE_SCOPE = "pipeline_message"
 """The scope that our own permutes are named by in a compiled program."""
 
@@ -46,6 +48,7 @@ class Executor:
         split: whether the compiler may split messages over mesh axes of its own.
         inside: update rings within the branches, else outside; the same values.
         fetch: (one chunk's parameters as they are held, a value of the tick) -> (whole ones, that value).
+        joint: how all ranks compute embedding and head together; None where their own stages do.
     """
 
     parts: Parts
@@ -58,6 +61,7 @@ class Executor:
     split: bool
     inside: bool
     fetch: Callable[[Leaves, Any], tuple[Leaves, Any]] = lambda rows, turn: (rows, turn)
+    joint: Joint | None = None
 
     def gradients(
         self, rows: Leaves, outer: Leaves, pieces: Leaves, scales: tuple[Any, Any]
@@ -75,7 +79,8 @@ class Executor:
             The last two are this rank's terms of a sum over `stage`.
         """
         rank = jax.lax.axis_index(STAGE)
-        grids = by_rank(self.lowered.arrays(), rank)
+        arrays = self.lowered.arrays()
+        grids = by_rank(arrays | (self.joint.grids(arrays) if self.joint else {}), rank)
         stages = jnp.asarray(stages_by_rank(self.partition.placement))[rank]
         tick = _Tick(self, rows, outer, pieces, scales, stages)
         (_, sums), _ = jax.lax.scan(
@@ -146,8 +151,15 @@ class _Tick:
 
     def __call__(self, state: tuple[Rings, Sums], now: Now) -> tuple[tuple[Rings, Sums], None]:
         rings, sums = state
-        rings, sums, sent = self._when("F", self._forward, rings, sums, now)
-        rings, sums, returned = self._when("B", self._backward, rings, sums, now)
+        if self.of.joint is None:
+            rings, sums, sent = self._when("F", self._forward, rings, sums, now)
+            rings, sums, returned = self._when("B", self._backward, rings, sums, now)
+        else:
+            now = {**now, ENTERED: self._entered(now)}
+            rings, sums, sent = self._when("F", self._forward, rings, sums, now)
+            rings, sums = self._joint_head(self.of.joint, sent, rings, sums, now)
+            rings, sums, returned = self._when("B", self._backward, rings, sums, now)
+            sums = self._joint_embedding(self.of.joint, returned, sums, now)
         for channel in self.of.lowered.channels:
             rings = self._deliver(channel, sent if channel.kind == "F" else returned, rings, now)
         return (rings, sums), None
@@ -186,26 +198,36 @@ class _Tick:
         stage, piece = self.stages[chunk], self._piece(microbatch)
         is_first, is_last = stage == 0, stage == len(of.partition.counts) - 1
         placed = of.packing("F").placed
-        first = lambda: placed([*of.parts.pre(self.outer, piece), *zeros(of.parts.outputs)])  # noqa: E731
+        first = lambda: now[ENTERED] if of.joint else self._first(piece)  # noqa: E731
         arrived = lambda: placed(read(rings[of.input_ring], now[f"{of.input_ring}.read.F"]))  # noqa: E731
         message = self._either(is_first, first, arrived)
         made, saved = of.passes.forward(rows, self.outer, piece, stage, message)
         made = placed(made)
 
+        values: Rings = {of.input_ring: message} if of.passes.keeps_input else {"residual_input": saved}
+        if of.joint:
+            return values, sums, made
+
         def head() -> tuple[Leaves, Leaves, Leaves]:
-            with jax.named_scope("head"):
-                return self._head(piece, made, sums)
+            cotangent, grads, results = self._head(piece, made)
+            return cotangent, _added(sums["outer"], grads), jax.tree.map(jnp.add, sums["results"], results)
 
         skipped = lambda: (of.packing("B").zeros(), sums["outer"], sums["results"])  # noqa: E731
-        cotangent, outer, results = self._either(is_last, head, skipped)
-        values: Rings = {"cotangent": cotangent}
-        if of.passes.keeps_input:
-            values[of.input_ring] = message
-        else:
-            values["residual_input"] = saved
+        values["cotangent"], outer, results = self._either(is_last, head, skipped)
         return values, {**sums, "outer": outer, "results": results}, made
 
-    def _head(self, piece: Leaves, message: Leaves, sums: Sums) -> tuple[Leaves, Leaves, Leaves]:
+    def _first(self, piece: Leaves) -> Leaves:
+        """The message into the first layer."""
+        made = self.of.parts.pre(self.outer, piece)
+        return self.of.packing("F").placed([*made, *zeros(self.of.parts.outputs)])
+
+    def _entered(self, now: Now) -> Leaves:
+        """The message of the microbatch that enters the layers in this tick, made by all ranks together."""
+        first = lambda: self._first(self._piece(now[ENTRY]))  # noqa: E731
+        return in_tick(now[ENTRY], first, self.of.packing("F").zeros)
+
+    @jax.named_scope("head")
+    def _head(self, piece: Leaves, message: Leaves) -> tuple[Leaves, Leaves, Leaves]:
         """The loss of a microbatch: the cotangent of the last message, gradients of parameters, results."""
         chosen = self.of.chosen
 
@@ -219,11 +241,35 @@ class _Tick:
             objective, chosen_of(self.outer, chosen.outer), chosen_of(message, chosen.message), has_aux=True
         )
         grads, cotangent = pull(self.scales)
-        return (
-            self.of.packing("B").placed(cotangent),
-            _added(sums["outer"], grads),
-            jax.tree.map(jnp.add, sums["results"], results),
-        )
+        return self.of.packing("B").placed(cotangent), grads, results
+
+    def _joint_head(self, joint: Joint, sent: Leaves, rings: Rings, sums: Sums, now: Now) -> tuple[Rings, Sums]:
+        """The loss of the microbatch that leaves the layers in this tick, by all ranks; the last one keeps it."""
+        of = self.of
+        spread = tuple(chosen_of(joint.spread, of.chosen.outer))
+
+        def work() -> tuple[Leaves, Leaves, Leaves]:
+            message = joint.from_rank(of.packing("F"), sent, joint.last)
+            cotangent, grads, results = self._head(self._piece(now[EXIT]), message)
+            is_last = jax.lax.axis_index(STAGE) == joint.last
+            results = jax.tree.map(lambda held, new: held + jnp.where(is_last, new, 0), sums["results"], results)
+            return cotangent, joint.added(sums["outer"], grads, spread, joint.last), results
+
+        nothing = lambda: (of.packing("B").zeros(), sums["outer"], sums["results"])  # noqa: E731
+        cotangent, outer, results = in_tick(now[EXIT], work, nothing)
+        ring = write(rings["cotangent"], cotangent, now["cotangent.write.F"])
+        return {**rings, "cotangent": ring}, {**sums, "outer": outer, "results": results}
+
+    def _joint_embedding(self, joint: Joint, returned: Leaves, sums: Sums, now: Now) -> Sums:
+        """Gradients of what comes before the layers, by all ranks, for the microbatch that B ends."""
+        spread = tuple(chosen_of(joint.spread, self.of.chosen.outer))
+
+        def work() -> Leaves:
+            message = joint.from_rank(self.of.packing("B"), returned, joint.first)
+            grads = self._embedding(self._piece(now[BACK]), message)
+            return joint.added(sums["outer"], grads, spread, joint.first)
+
+        return {**sums, "outer": in_tick(now[BACK], work, lambda: sums["outer"])}
 
     def _backward(self, rings: Rings, sums: Sums, now: Now, active: Any) -> tuple[Rings, Sums, Leaves]:
         of = self.of
@@ -235,16 +281,14 @@ class _Tick:
         cotangent = read(rings["cotangent"], now["cotangent.read.B"])
         rows, outer, returned = of.passes.backward(held, self.outer, piece, stage, saved, cotangent)
         outer, returned = _added(sums["outer"], outer), of.packing("B").placed(returned)
-
-        def embedding() -> Leaves:
-            with jax.named_scope("embedding"):
-                return self._embedding(piece, returned, outer)
-
-        outer = self._either(stage == 0, embedding, lambda: outer)
+        if not of.joint:
+            embedding = lambda: _added(outer, self._embedding(piece, returned))  # noqa: E731
+            outer = self._either(stage == 0, embedding, lambda: outer)
         return {}, {**sums, "rows": _added_at(sums["rows"], rows, chunk), "outer": outer}, returned
 
-    def _embedding(self, piece: Leaves, returned: Leaves, sums: Leaves) -> Leaves:
-        """Gradients of what comes before the layers, added to what other parts have."""
+    @jax.named_scope("embedding")
+    def _embedding(self, piece: Leaves, returned: Leaves) -> Leaves:
+        """Gradients of what comes before the layers."""
         of, chosen = self.of, self.of.chosen
         num_carry = len(of.parts.carry)
 
@@ -254,7 +298,7 @@ class _Tick:
 
         made, pull = jax.vjp(carry, chosen_of(self.outer, chosen.outer))
         (grads,) = pull(returned[: len(made)])
-        return _added(sums, grads)
+        return grads
 
     def _either(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         return either(condition, yes, no, skip=self.of.skip)

@@ -24,6 +24,8 @@ stage = Strategy(
         Promise(kind="all-gather", tensors="split parameters", times="step", lowering="explicit"),
         Promise(kind="reduce-scatter", tensors="split gradients", times="step", lowering="explicit"),
         Promise(kind="all-reduce", tensors="whole gradients", times="step", lowering="explicit"),
+        # A vocabulary that is spread over the stages: rows found, messages shown to all, statistics, their gradients.
+        Promise(kind="all-reduce", tensors="spread vocabulary", times="microbatch", lowering="explicit"),
         # Layers that the model holds one by one: each is stored in parts over all stages, and goes to its own.
         Promise(kind="all-to-all", tensors="single layers", times="step", lowering="explicit"),
         Promise(kind="all-to-all", tensors="gradients of single layers", times="step", lowering="explicit"),
