@@ -21,6 +21,7 @@ from shardlib.cli.plan_options import (
     Remat,
     Residuals,
     Schedule,
+    Vocabulary,
     Zero,
     plan_changes,
 )
@@ -46,6 +47,7 @@ def explain(
     residuals: Residuals = None,
     idle: Idle = None,
     balance: Balance = None,
+    vocabulary: Vocabulary = None,
     attention: Attention = None,
     placement: Placement = None,
     json: Json = False,
@@ -82,6 +84,7 @@ def explain(
         residuals=residuals,
         idle=idle,
         balance=balance,
+        vocabulary=vocabulary,
         attention=attention,
         placement=placement,
     )

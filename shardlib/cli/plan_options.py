@@ -64,6 +64,10 @@ Idle = Annotated[Literal["skip", "mask"] | None, typer.Option(help="Idle slots o
 Balance = Annotated[
     Literal["even", "cost"] | None, typer.Option(help="Layers per stage: even, or embedding and head counted.")
 ]
+Vocabulary = Annotated[
+    Literal["gathered", "spread"] | None,
+    typer.Option(help="Of a pipeline: gathered once per step, or spread over the stages."),
+]
 Attention = Annotated[
     Literal["ring", "all_to_all", "gather"] | None,
     typer.Option(help="Over a context axis; chosen by the bytes it sends otherwise."),
@@ -72,7 +76,7 @@ Placement = Annotated[
     Literal["contiguous", "zigzag", "striped"] | None,
     typer.Option(help="Of tokens on a context axis; what balances the work otherwise."),
 ]
-OF_PIPELINES = ("schedule", "chunks", "residuals", "idle", "balance")
+OF_PIPELINES = ("schedule", "chunks", "residuals", "idle", "balance", "vocabulary")
 """Fields of a plan that mean something on a mesh with a stage axis only; options have the same names."""
 
 

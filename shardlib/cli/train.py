@@ -33,6 +33,7 @@ from shardlib.cli.plan_options import (
     Remat,
     Residuals,
     Schedule,
+    Vocabulary,
     Zero,
     plan_changes,
 )
@@ -79,6 +80,7 @@ def train(
     residuals: Residuals = None,
     idle: Idle = None,
     balance: Balance = None,
+    vocabulary: Vocabulary = None,
     attention: Attention = None,
     placement: Placement = None,
     eval_every: Annotated[
@@ -106,6 +108,7 @@ def train(
         residuals=residuals,
         idle=idle,
         balance=balance,
+        vocabulary=vocabulary,
         attention=attention,
         placement=placement,
     )
