@@ -1,4 +1,4 @@
-"""Field troubles, group SMG: gradients through manual regions. There is no lint of a user's own redundant psum."""
+"""Field troubles, group SMG: gradients through manual regions, and sums in them that multiply."""
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from meshes import ShardingError
+from shardlib.audit.redundant_sums import check_sums, unbound_axes_explained
 from shardlib.rules import Rules
 from shardlib.strategies import default_rules
 from tests.tiny import LOWERINGS, gradient
@@ -37,6 +38,101 @@ def test_smg_02_a_sum_is_a_sum(lowering):
     )
     found, metrics = gradient(loss, {"x": np.ones(8, np.float32)}, value=1.0, mesh="data=8", lowering=lowering)
     assert (float(found), float(metrics["loss"]), float(metrics["ones"])) == (8.0, 8.0, 8.0)
+
+
+SPLIT = P("data")
+
+
+def in_region(function, *, check_vma=True, spec=SPLIT):
+    """The jaxpr of a function of eight values in a region manual over data=8."""
+    region = jax.shard_map(function, mesh=sl.make_mesh("data=8"), in_specs=spec, out_specs=P(), check_vma=check_vma)
+    return jax.make_jaxpr(lambda x: region(x))(jnp.ones(8))
+
+
+def total(x):
+    return jax.lax.psum(x.sum(), "data")
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_smg_02_a_sum_of_a_sum_is_named(check_vma):
+    """Ones over data=8 summed twice are 64."""
+    check_sums(in_region(total, check_vma=check_vma))
+    twice = lambda x: jax.lax.psum(total(x), "data")  # noqa: E731
+    line = f"test_smg.py:{twice.__code__.co_firstlineno}"
+    with pytest.raises(ShardingError) as caught:
+        check_sums(in_region(twice, check_vma=check_vma))
+    heading, *problems = str(caught.value).splitlines()
+    assert heading == "the loss sums over a mesh axis what was summed before:"
+    assert len(problems) == 1 and problems[0].startswith("- psum at ")
+    assert problems[0].endswith(
+        f"{line}: its operand is the same on all devices of data=8, so the sum multiplies it by 8; "
+        "fix: remove it, or use jax.lax.pmean"
+    )
+
+
+def in_a_scan(carry_in):
+    """Sums a carry that starts the same everywhere in each turn; what a turn adds to it is `carry_in` of the shard."""
+
+    def function(x):
+        turn = lambda carry, _: (jax.lax.psum(carry, "data") / 16 + carry_in(x), None)  # noqa: E731
+        return jax.lax.psum(jax.lax.scan(turn, 0 * x.sum(), None, length=2)[0], "data")
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "function, spec",
+    [
+        (total, P()),  # the operand enters whole
+        (lambda x: jax.lax.psum(jax.lax.all_gather(x, "data").sum(), "data"), SPLIT),
+        (lambda x: jax.lax.psum(jax.jit(jnp.sin)(total(x)), "data"), SPLIT),
+        (lambda x: jax.lax.psum(jax.checkpoint(jnp.sin)(total(x)), "data"), SPLIT),
+        (lambda x: jax.lax.psum(jax.lax.cond(total(x) > 0, jnp.sin, jnp.cos, total(x)), "data"), SPLIT),
+        (lambda x: jax.lax.psum_scatter(jax.lax.all_gather(x, "data"), "data").sum(), SPLIT),
+    ],
+)
+def test_smg_02_what_does_not_vary_is_followed(function, spec):
+    with pytest.raises(ShardingError, match=r"psum|reduce_scatter at .*the same on all devices of data=8"):
+        check_sums(in_region(function, check_vma=False, spec=spec))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        total,
+        lambda x: jax.lax.pmean(total(x), "data"),  # a mean of what is the same is that
+        lambda x: jax.lax.psum(jnp.ones(()), "data"),  # counts devices
+        lambda x: jax.lax.psum(total(x) * jax.lax.axis_index("data"), "data"),
+        lambda x: jax.lax.psum(jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, total(x)), "data"),
+        lambda x: jax.lax.psum(jax.lax.ppermute(total(x), "data", [(0, 1)]), "data"),
+        lambda x: jax.lax.psum(jax.lax.while_loop(lambda v: v < x.sum(), lambda v: v + 1, total(x)), "data"),
+        in_a_scan(lambda x: x.sum()),
+    ],
+)
+def test_smg_02_other_sums_pass(function):
+    check_sums(in_region(function, check_vma=False))
+
+
+def test_smg_02_a_sum_outside_any_region_is_named():
+    def bare():
+        return jax.make_jaxpr(lambda x: jax.lax.psum(x, "data"))(1.0)
+
+    with pytest.raises(NameError):  # JAX's own advice is to add a region
+        bare()
+    with pytest.raises(ShardingError) as caught, unbound_axes_explained():
+        bare()
+    assert str(caught.value).startswith("the loss has a collective over the mesh axis 'data' at ")
+    assert f"test_smg.py:{bare.__code__.co_firstlineno + 1}, outside any shard_map" in str(caught.value)
+    assert "fix: remove it: a loss sees the whole batch" in str(caught.value)
+    with pytest.raises(NameError, match="another"), unbound_axes_explained():
+        raise NameError("name 'another' is not defined")
+
+
+def test_smg_02_a_region_where_the_step_has_one():
+    check_sums(in_region(total), manual=("fsdp",))
+    with pytest.raises(ShardingError, match=r"a shard_map over data of its own at .*test_smg.py:\d+, and the step is"):
+        check_sums(in_region(total), manual=("data", "fsdp"))
 
 
 @pytest.mark.newest
