@@ -30,8 +30,8 @@ class Active:
 
     Args:
         constrain: `(array, names) -> array`, which places the array or raises.
-        ops: implementations for the op slots, by slot name ("attention", "dot_general", "by_position", "embed_tokens",
-            "token_losses"); "vocab_parts" says into how many parts vocabularies at hand are divided.
+        ops: implementations for the op slots, by slot name ("attention", "dot_general", "by_position", "in_order",
+            "embed_tokens", "token_losses"); "vocab_parts" says into how many parts vocabularies at hand are divided.
     """
 
     constrain: Callable[[Any, tuple[str | None, ...]], Any]
@@ -100,6 +100,17 @@ def by_position(x: jax.Array, *, dim: int = 0) -> jax.Array:
         dim: which.
     """
     return slot("by_position", lambda x, *, dim: x)(x, dim=dim)
+
+
+def in_order(x: T) -> T:
+    """Says that what follows goes through the tokens of x one after another, as a recurrent layer does; the identity.
+
+    A plan that divides sequences then holds their tokens in order: a part on each device, the first part on the first.
+
+    Args:
+        x: an array with a dim over positions.
+    """
+    return slot("in_order", lambda x: x)(x)
 
 
 def attention(

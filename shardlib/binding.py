@@ -24,10 +24,13 @@ from shardlib import batch_spec as batches
 from shardlib.annotate import under
 from shardlib.constant_collections import as_inputs, changed, with_constants
 from shardlib.context import (
+    BY_POSITION,
     CONTEXT,
+    IN_ORDER,
     LENGTH,
     AttentionCall,
     ContextUse,
+    Heard,
     check_lengths,
     check_slot,
     choose_context,
@@ -131,7 +134,7 @@ class Bound:
             return ()
         first, *rest = self.context.reason.splitlines()
         return (
-            f"sequences divided over context={self.context.shards}: {self.context.kind} attention, tokens held "
+            f"sequences divided over context={self.context.shards}: {self.context.title}, tokens held "
             f"{self.context.placement}, because {first}",
             *rest,
         )
@@ -315,7 +318,7 @@ def _trace(
         path = "(" + ", ".join(name or "none" for name in names) + ")"
         entries.setdefault((names, x.shape), entry_of(path, x.shape, str(x.dtype), names, decisions, plan.mesh))
 
-    heard: list[AttentionCall | None] = []
+    heard: list[Heard] = []
     in_force = active(
         plan.rules,
         abstract_mesh(plan.mesh),
@@ -328,7 +331,7 @@ def _trace(
     num_sums = _check_loss(traced, params, batches.abstract(batch_spec), collections)
     context = None
     if divides_sequence(plan.mesh):
-        calls = [call for call in heard if call is not None]
+        calls = [call for call in heard if isinstance(call, AttentionCall)]
         lengths = {leaf.shape[leaf.axes.index(LENGTH)] for leaf in batches.with_axis(batch_spec, LENGTH)}
         for length in lengths | {call.query[1] for call in calls}:
             check_slot(loss, params, batch_spec, collections, length=length, shards=plan.mesh.size(CONTEXT))
@@ -336,7 +339,8 @@ def _trace(
             calls,
             mesh=plan.mesh,
             batch_shards=plan.num_batch_shards * plan.num_microbatches,
-            follows_positions=None in heard,
+            follows_positions=BY_POSITION in heard,
+            in_order=IN_ORDER in heard,
             in_branch=plan.is_pipeline and plan.idle == "skip",
             kind=plan.attention,
             placement=plan.placement,

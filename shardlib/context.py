@@ -32,6 +32,9 @@ CONTEXT: Final = "context"
 LENGTH: Final = "length"
 ALL_TO_ALL: Final = "all_to_all"
 KINDS: Final = ("ring", ALL_TO_ALL, "gather")
+NO_ATTENTION: Final = "none"
+BY_POSITION: Final = "by position"
+IN_ORDER: Final = "in order"
 NUM_ROWS: Final = 16
 """Rows whose metrics are compared in two orders."""
 
@@ -77,12 +80,16 @@ class AttentionCall:
         )
 
 
+Heard = AttentionCall | str
+"""What a trace of a loss says about its sequences: calls of attention, `BY_POSITION`, `IN_ORDER`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextUse:
     """How sequences are divided; a static leaf.
 
     Args:
-        kind: of attention, one of `KINDS`.
+        kind: of attention, one of `KINDS`; `NO_ATTENTION` for a model that has none.
         placement: which device holds which tokens, one of `PLACEMENTS`.
         shards: size of the context axis.
         reason: what was compared, or who decided.
@@ -94,6 +101,11 @@ class ContextUse:
     shards: int
     reason: str
     short_length: int
+
+    @property
+    def title(self) -> str:
+        """What crosses between devices, in words."""
+        return "states handed on" if self.kind == NO_ATTENTION else f"{self.kind} attention"
 
     def order(self, length: int) -> np.ndarray[Any, Any]:
         """The position of every token in the order in which devices hold them."""
@@ -222,6 +234,7 @@ def choose_context(
     mesh: MeshShape,
     batch_shards: int,
     follows_positions: bool,
+    in_order: bool = False,
     in_branch: bool,
     kind: str | None,
     placement: str | None,
@@ -233,6 +246,7 @@ def choose_context(
         mesh: with a context axis.
         batch_shards: into how many parts the batch is cut on its way to one call.
         follows_positions: the model makes what depends on positions through `annotate.by_position`.
+        in_order: the model goes through tokens one after another (`annotate.in_order`).
         in_branch: attention runs in branches that only some pipeline stages take.
         kind, placement: what the plan wants; None chooses.
 
@@ -241,10 +255,19 @@ def choose_context(
             cannot follow.
     """
     shards = mesh.size(CONTEXT)
+    if in_order and placement not in (None, "contiguous"):
+        raise ShardingError(
+            f"placement={placement!r}: the model goes through tokens one after another (annotate.in_order), which "
+            "needs each device to hold consecutive ones",
+            fix="placement='contiguous', or leave placement out",
+        )
+    if in_order and not calls:
+        return _without_calls(shards, kind)
     if not calls:
         raise ShardingError(
             f"mesh {mesh} divides sequences over context={shards}, and the loss never calls annotate.attention",
-            fix="call shardlib.attention(query, key, value, causal=True) in the model, or leave context out",
+            fix="call shardlib.attention(query, key, value, causal=True) in the model, or a layer of "
+            "shardlib.layers.recurrent; or leave context out",
         )
     largest = max(calls, key=lambda call: np.prod(call.query) * call.key[1])
     batch, length, heads, head_dim = largest.query
@@ -264,7 +287,7 @@ def choose_context(
     )
     _check_kind(kind, choice, placement=placement, in_branch=in_branch)
     taken = kind or (choice.kind if placement in (None, "contiguous") else _best_moving(choice))
-    may_move = follows_positions and not any(call.has_row_mask for call in calls)
+    may_move = follows_positions and not in_order and not any(call.has_row_mask for call in calls)
     if placement not in (None, "contiguous") and not may_move:
         raise ShardingError(
             f"placement={placement!r}: the model makes masks or position tables in the order of positions",
@@ -276,7 +299,8 @@ def choose_context(
     said = [f"the plan says {name}" for name in (kind, placement) if name is not None]
     why = "\n".join([*([", and ".join(said)] if said else []), choice.reason])
     if chosen == "contiguous" and largest.causal and placement is None and taken == "ring":
-        why += "\ntokens stay in order (contiguous), so late devices work more: the model has no annotate.by_position"
+        lacks = "has recurrent layers" if in_order else "has no annotate.by_position"
+        why += f"\ntokens stay in order (contiguous), so late devices work more: the model {lacks}"
     windows = [call.window or 1 for call in calls]
     return ContextUse(
         kind=taken,
@@ -285,6 +309,21 @@ def choose_context(
         reason=why,
         # Two tokens in each chunk: a border between any two of them, and a pair without one.
         short_length=min(length, -(-max(4 * shards, *windows) // (2 * shards)) * 2 * shards),
+    )
+
+
+def _without_calls(shards: int, kind: str | None) -> ContextUse:
+    """For a model of recurrent layers."""
+    if kind is not None:
+        raise ShardingError(
+            f"attention={kind!r}, and the model has recurrent layers and no attention", fix="leave attention out"
+        )
+    return ContextUse(
+        kind=NO_ATTENTION,
+        placement="contiguous",
+        shards=shards,
+        reason="recurrent layers hand a state on from each device to the next, in the order of tokens",
+        short_length=2 * shards,
     )
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from meshes.errors import ShardingError, raise_collected
 from meshes.shape import MeshShape
 from shardlib import annotate
-from shardlib.context import CONTEXT, AttentionCall, ContextUse, divides_sequence
+from shardlib.context import BY_POSITION, CONTEXT, IN_ORDER, AttentionCall, ContextUse, Heard, divides_sequence
 from shardlib.decide import Decision, Names, decide, spec_of
 from shardlib.ops.attention import sharded_heads_attention
 from shardlib.ops.context_attention import context_attention
@@ -58,7 +58,7 @@ def active(
     manual: bool = False,
     sum_dtype: str | None = None,
     context: ContextUse | None = None,
-    record_attention: Callable[[AttentionCall | None], None] | None = None,
+    record_attention: Callable[[Heard], None] | None = None,
     kernels: bool = True,
 ) -> annotate.Active:
     """The value that puts rules in force in a trace.
@@ -72,7 +72,8 @@ def active(
         manual: the trace is inside a region manual over the hidden axes.
         sum_dtype: of the sums in the model's matrix products, by name; None leaves them to the products' dtype.
         context: how attention runs where the mesh divides sequences; None: they are gathered for it.
-        record_attention: hears every call of the attention slot, and None for every array taken by position.
+        record_attention: hears every call of the attention slot; `BY_POSITION` for every array that follows the order
+            of tokens, `IN_ORDER` for every sequence that must be in order.
         kernels: attention uses the kernels of the mesh's platform where they take its calls.
     """
     shape = mesh_shape(mesh)
@@ -148,7 +149,7 @@ def _divided_attention(
     return attention
 
 
-def _recorded(ops: dict[str, Any], record: Callable[[AttentionCall | None], None]) -> dict[str, Any]:
+def _recorded(ops: dict[str, Any], record: Callable[[Heard], None]) -> dict[str, Any]:
     """The slots, heard."""
 
     def attention(query, key, value, **options):
@@ -169,10 +170,14 @@ def _recorded(ops: dict[str, Any], record: Callable[[AttentionCall | None], None
         return ops["attention"](query, key, value, **options)
 
     def by_position(x, dim):
-        record(None)
+        record(BY_POSITION)
         return ops["by_position"](x, dim=dim)
 
-    return {"attention": attention, "by_position": by_position}
+    def in_order(x):
+        record(IN_ORDER)
+        return x
+
+    return {"attention": attention, "by_position": by_position, "in_order": in_order}
 
 
 def decide_activation(

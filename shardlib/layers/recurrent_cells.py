@@ -84,7 +84,7 @@ def sru(
     Source: Lei et al. 2017 (1709.02755) section 2; many steps in one product: Sung and Park 2018 (1803.11389).
     """
     dtype = dtype or jnp.promote_types(x.dtype, kernel.dtype)
-    x = x.astype(dtype)
+    x = annotate.in_order(x.astype(dtype))
     gates = annotate.dot_general(x, kernel.astype(dtype), (((2,), (0,)), ((), ())))
     gates = annotate.constrain(gates, "batch", "length", None, "mlp").astype(jnp.float32)
     candidate, forget, reset = gates[:, :, 0], *_sigmoids(gates[:, :, 1:3], bias)
@@ -125,7 +125,7 @@ def qrnn(
     dtype = dtype or jnp.promote_types(x.dtype, kernel.dtype)
     # Without its embed name x is not divided along the length between the products of a tensor axis: windows of such
     # parts would send to their neighbours, which in a pipeline waits for devices that never come.
-    x, width = annotate.constrain(x.astype(dtype), "batch", "length", None), kernel.shape[0]
+    x, width = annotate.constrain(annotate.in_order(x.astype(dtype)), "batch", "length", None), kernel.shape[0]
     before = jnp.zeros((x.shape[0], width - 1, x.shape[2]), dtype) if state is None else state.inputs.astype(dtype)
     seen = windows(x, width=width, before=None if state is None else before)
     if positions is not None:
@@ -170,7 +170,7 @@ def stream_lstm(
     x, kernel, recurrent_kernel = (leaf.astype(dtype) for leaf in (x, kernel, recurrent_kernel))
     gates = annotate.dot_general(x, kernel, (((3,), (1,)), ((0,), (0,)))) + bias[:, None, None].astype(dtype)
     gates = annotate.constrain(gates, "stream", "batch", "length", None, None)
-    hidden, state = lstm(gates, recurrent_kernel, starts=None if positions is None else positions == 0, state=state)
+    hidden, state = lstm(annotate.in_order(gates), recurrent_kernel, starts=None if positions is None else positions == 0, state=state)
     return annotate.constrain(hidden, "stream", "batch", "length", None), state
 
 
