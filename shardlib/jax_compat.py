@@ -18,6 +18,7 @@ from jax._src.interpreters.partial_eval import dce_jaxpr, partial_eval_jaxpr_nou
 
 # Seen in 0.10.2 and 0.12.0: the frames of the user's files that made an equation. `jax.extend` does not tell.
 from jax._src.source_info_util import user_frames
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 from jax.extend.core import ClosedJaxpr, Jaxpr, Var, jaxpr_as_fun, jaxprs_in_params
 
 
@@ -227,3 +228,26 @@ def manual_axes(jaxpr: Any) -> set[str]:
         for inner in jaxprs_in_params(equation.params):
             found |= manual_axes(inner)
     return found
+
+
+def splash_gradients(
+    kernel: Any, query: Any, key: Any, value: Any, segment_ids: Any, out: Any, log_weight: Any, cotangent: Any
+) -> tuple[Any, Any, Any]:
+    """Gradients of queries, keys and values where the softmax runs over more keys than the kernel was given.
+
+    Seen in 0.10.2 and 0.12.0: the rule by which a splash attention kernel is differentiated, which takes the result and
+    the log of the denominator from outside. The public kernel knows those of its own keys only; a public gradient
+    that takes them would replace it.
+
+    Args:
+        kernel: from `make_splash_mha_single_device`, without residuals.
+        query, key, value, segment_ids: what the kernel takes.
+        out, log_weight: over all keys, [heads, length, head_dim] and [heads, length].
+        cotangent: of `out`.
+    """
+    options = kernel.kwargs
+    names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
+    static = [options[name] for name in (*names, "attn_logits_soft_cap", "interpret")]
+    known = (query, key, value, segment_ids, None, out, log_weight, kernel.dq_mask_info, kernel.dkv_mask_info)
+    found = splash_attention_kernel._splash_attention_bwd(False, *static, known, cotangent)
+    return found[3], found[4], found[5]

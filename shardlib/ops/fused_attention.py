@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
@@ -191,17 +192,37 @@ def _spec(x: jax.Array, dims: tuple[tuple[str, ...], ...]) -> P:
 def _splash(query, key, value, *, causal, window, mask=None, segment_ids=None, interpret=False):
     """Splash attention on one device, all rows of the batch."""
     kernel = splash_kernel(query.shape[1:3], keys=key.shape[1], causal=causal, window=window, interpret=interpret)
-    # The kernel does not scale. Scaling queries rounds them once more, as their dtype does.
-    query = (query * query.shape[3] ** -0.5).astype(query.dtype)
+    query = (query * scale(query)).astype(query.dtype)
     by_head = [x.transpose(0, 2, 1, 3) for x in (query, key, value)]
     segments = _segments(query.shape[:2], key.shape[:2], mask=mask, segment_ids=segment_ids)
     out = jax.vmap(kernel)(*by_head) if segments is None else jax.vmap(kernel)(*by_head, segments)
     return out.transpose(0, 2, 1, 3)
 
 
+def scale(query: jax.Array) -> float:
+    """The factor of the scores: the TPU kernel takes scaled queries, which rounds them once more."""
+    return query.shape[-1] ** -0.5
+
+
+def manual_over_rest(body: Callable[..., Any], *operands: Any) -> Any:
+    """The body in a region manual over the axes that are still automatic, each device with the same operands."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = {name for name in mesh.axis_names if name not in mesh.manual_axes}
+    if not axes:
+        return body(*operands)
+    return jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes, check_vma=False)(*operands)
+
+
+@functools.lru_cache(maxsize=64)
 def splash_kernel(
-    queries: tuple[int, int], *, keys: int, causal: bool, window: int | None, interpret: bool = False
-) -> Callable[..., jax.Array]:
+    queries: tuple[int, int],
+    *,
+    keys: int,
+    causal: bool,
+    window: int | None,
+    interpret: bool = False,
+    with_log_weight: bool = False,
+) -> Callable[..., Any]:
     """The TPU kernel of one row of a batch: ([heads, length, head_dim], keys and values of KV heads) -> the result.
 
     Args:
@@ -209,6 +230,8 @@ def splash_kernel(
         keys: length of keys and values.
         causal, window: as for `annotate.attention`.
         interpret: run it step by step, on any platform.
+        with_log_weight: return (result, (log of the softmax's denominator [heads, length], float32)), which the
+            kernel does not differentiate.
     """
     length, heads = queries
     rows, columns = (next(block for block in BLOCKS if size % block == 0) for size in (length, keys))
@@ -223,15 +246,52 @@ def splash_kernel(
         block_kv_dq=columns,
     )
     mask = splash.MultiHeadMask([_splash_mask((length, keys), causal=causal, window=window)] * heads)
-    kernel: Any = splash.make_splash_mha_single_device(mask, block_sizes=blocks, interpret=interpret)
-    return kernel
+    # Which tiles are empty is found tile by tile on the host, seconds for long sequences: once, and not in each trace.
+    with jax.ensure_compile_time_eval():
+        kernel: Any = splash.make_splash_mha_single_device(
+            mask, block_sizes=blocks, interpret=interpret, save_residuals=with_log_weight
+        )
+        return jax.tree.map(np.asarray, kernel)
 
 
 def _splash_mask(shape: tuple[int, int], *, causal: bool, window: int | None) -> splash.Mask:
     if window is not None:
         # The own position counts in our windows and not in its.
-        return splash.LocalMask(shape, window_size=(window - 1, 0 if causal else window - 1), offset=0)
-    return splash.CausalMask(shape) if causal else splash.FullMask(shape)
+        return _Near(shape, window_size=(window - 1, 0 if causal else window - 1), offset=0)
+    return _Causal(shape) if causal else splash.FullMask(shape)
+
+
+class _Causal(splash.CausalMask):
+    """The library's mask with its tiles of one value made at once: at 128k tokens it compares for a minute."""
+
+    def __getitem__(self, idx: Any) -> np.ndarray[Any, Any]:
+        tile = _uniform(*idx, before=math.inf, after=0)
+        return super().__getitem__(idx) if tile is None else tile
+
+
+class _Near(splash.LocalMask):
+    """The same for windows."""
+
+    def __getitem__(self, idx: Any) -> np.ndarray[Any, Any]:
+        before, after = self.window_size
+        assert before is not None and after is not None
+        tile = _uniform(*idx, before=before, after=after)
+        return super().__getitem__(idx) if tile is None else tile
+
+
+def _uniform(rows: slice, columns: slice, *, before: float, after: float) -> np.ndarray[Any, Any] | None:
+    """The tile of a mask in which keys from `before` behind to `after` ahead count; None where it has both values."""
+    furthest, nearest = rows.stop - 1 - columns.start, rows.start - (columns.stop - 1)
+    shape = (rows.stop - rows.start, columns.stop - columns.start)
+    if -after <= nearest and furthest <= before:
+        return _constant(shape, True)
+    return _constant(shape, False) if furthest < -after or nearest > before else None
+
+
+@functools.lru_cache(maxsize=8)
+def _constant(shape: tuple[int, int], value: bool) -> np.ndarray[Any, Any]:
+    # Written out and kept: reading a broadcast value is ten times as slow.
+    return np.full(shape, value)
 
 
 def _segments(rows: tuple[int, int], columns: tuple[int, int], *, mask, segment_ids) -> splash.SegmentIds | None:

@@ -105,6 +105,23 @@ def attend(
     return _repeated(query.shape[3] // rows * across, step, state)
 
 
+def merged(state: Softmax, out: jax.Array, log_weight: jax.Array) -> Softmax:
+    """Continues the softmax over keys of which the result is known.
+
+    Args:
+        state: after the earlier blocks.
+        out: [batch, kv_heads, group, length, head_dim], the attention over those keys alone.
+        log_weight: [batch, kv_heads, group, length], float32, log of its denominator.
+    """
+    largest = jnp.maximum(state.largest, log_weight)
+    shrink, weight = jnp.exp(state.largest - largest), jnp.exp(log_weight - largest)
+    return Softmax(
+        total=state.total * shrink[..., None] + out.astype(state.total.dtype) * weight[..., None],
+        largest=largest,
+        weight=state.weight * shrink + weight,
+    )
+
+
 def gradients(
     sums: Gradients,
     query: jax.Array,

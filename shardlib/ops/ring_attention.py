@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 
-from shardlib.ops import online_softmax
-from shardlib.ops.attention_mask import Rule
+from shardlib.ops import online_softmax, ring_kernels
+from shardlib.ops.attention_mask import Rule, View
 from shardlib.ops.context_arguments import Arguments, Shards, cotangents, merged_heads, prepare
 from shardlib.ops.context_layout import needed_shifts
+from shardlib.ops.fused_attention import call_refusal, fused_attention, platform_of
 
 LARGEST_TILE = 512
+Held = tuple[jax.Array, jax.Array]
 
 
 def ring_attention(
@@ -33,6 +35,7 @@ def ring_attention(
     segment_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
     largest_tile: int = LARGEST_TILE,
+    kernels: bool = True,
 ) -> jax.Array:
     """Softmax attention over a sequence divided over a mesh axis; the meaning is `annotate.reference_attention`'s.
 
@@ -52,6 +55,8 @@ def ring_attention(
         segment_ids: [batch, length_local], integer; tokens attend within their own segment.
         positions: [batch or 1, length_local], integer, for `causal` and `window`, in place of the placement's.
         largest_tile: rows and columns of scores computed at a time, at most.
+        kernels: blocks are computed by the kernel of the platform that the program is compiled for, where it takes
+            them (`ring_kernels.refusal`).
 
     Returns:
         [batch, length_local, heads, head_dim], of the query's dtype.
@@ -66,7 +71,24 @@ def ring_attention(
     arguments = prepare(
         query, key, value, shards=shards, rule=rule, mask=mask, segment_ids=segment_ids, positions=positions
     )
-    ring = _Ring(shards=shards, rule=rule, tile=shards.tile(query.shape[1], largest=largest_tile))
+    platform, limits = platform_of(None) if kernels else None, {"causal": causal, "window": window}
+    plain = mask is None and positions is None
+    if axis is None and plain and call_refusal(platform, query, key, value, **limits) is None:
+        assert platform is not None
+        return fused_attention(query, key, value, platform=platform, segment_ids=segment_ids, **limits)
+    refused = ring_kernels.refusal(
+        platform,
+        query=query.shape,
+        key=key.shape,
+        value=value.shape,
+        dtype=query.dtype,
+        placement=placement,
+        has_mask=mask is not None,
+        has_positions=positions is not None,
+        **limits,
+    )
+    tile = shards.tile(query.shape[1], largest=largest_tile)
+    ring = _Ring(shards=shards, rule=rule, tile=tile, has_kernel=axis is not None and refused is None)
     return merged_heads(_attend(ring, arguments))
 
 
@@ -77,6 +99,7 @@ class _Ring:
     shards: Shards
     rule: Rule
     tile: int
+    has_kernel: bool
 
     def shifts(self, local_length: int) -> tuple[int, ...]:
         """How far back the blocks come from with which the device computes, in turn."""
@@ -95,11 +118,39 @@ class _Ring:
         pairs = [(source, (source + distance) % count) for source in range(count)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.shards.axis, pairs), tree)
 
-    def options(self, arguments: Arguments, shift: int) -> dict[str, Any]:
-        """For `online_softmax`: the block that came from `shift` shards back."""
+    def attend(self, state: online_softmax.Softmax, arguments: Arguments, held: Held, shift: int):
+        """Continues the softmax over the block that came from `shift` shards back."""
+        view = self._view(arguments, shift)
+        if self.has_kernel:
+            return ring_kernels.attend(state, _block(arguments, view), *held, **self._place(shift))
+        return online_softmax.attend(state, arguments.query, *held, view=view, **self._tiles)
+
+    def gradients(
+        self, sums: online_softmax.Gradients, arguments: Arguments, held: Held, shift: int, *, result, cotangent
+    ) -> online_softmax.Gradients:
+        """Adds the gradients of that block."""
+        view = self._view(arguments, shift)
+        if self.has_kernel:
+            known = {"result": result, "cotangent": cotangent}
+            return ring_kernels.gradients(sums, _block(arguments, view), *held, **known, **self._place(shift))
+        return online_softmax.gradients(sums, arguments.query, *held, cotangent=cotangent, view=view, **self._tiles)
+
+    @property
+    def _tiles(self) -> dict[str, Any]:
+        return {"rule": self.rule, "tiles": (self.tile, self.tile)}
+
+    def _place(self, shift: int) -> dict[str, Any]:
+        return {"shift": shift, "shards": self.shards, "causal": self.rule.causal}
+
+    def _view(self, arguments: Arguments, shift: int) -> View:
         local = arguments.key.shape[2]
-        begin = (self.shards.index - shift) % self.shards.count * local
-        return {"view": arguments.view(begin, local), "rule": self.rule, "tiles": (self.tile, self.tile)}
+        return arguments.view((self.shards.index - shift) % self.shards.count * local, local)
+
+
+def _block(arguments: Arguments, view: View) -> ring_kernels.Block:
+    return ring_kernels.Block(
+        query=arguments.query, segments=view.rows.segment_ids, key_segments=view.columns.segment_ids
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -113,7 +164,7 @@ def _forward(ring: _Ring, arguments: Arguments):
     shifts = ring.shifts(query.shape[3])
     for shift, following in zip(shifts, (*shifts[1:], None)):
         arriving: Any = None if following is None else ring.sent(held, following - shift)
-        state = online_softmax.attend(state, query, *held, **ring.options(arguments, shift))
+        state = ring.attend(state, arguments, held, shift)
         held = arriving
     result, log_weight = online_softmax.finish(state)
     result = result.astype(query.dtype)
@@ -125,6 +176,7 @@ def _backward(ring: _Ring, residuals: Any, out: jax.Array):
     # The barrier, and the other way around the ring: else a compiler that sees both passes at once sends blocks only
     # once and keeps all of them in between. Where barriers do not hold (CPU), a ring of two is still merged.
     query, own, out = jax.lax.optimization_barrier((arguments.query, (arguments.key, arguments.value), out))
+    arguments = arguments._replace(query=query, key=own[0], value=own[1])
     cotangent = online_softmax.cotangent_of(out, result, log_weight)
     first, *others = ring.shifts(query.shape[3])
     shifts = (first, *reversed(others))
@@ -134,7 +186,7 @@ def _backward(ring: _Ring, residuals: Any, out: jax.Array):
         # The own block's gradients wait at home; those of the others follow their block, one step behind it, so that
         # this transfer too runs beside the computation.
         block = online_softmax.no_gradients(query, *held)._replace(query=home.query)
-        block = online_softmax.gradients(block, query, *held, cotangent=cotangent, **ring.options(arguments, shift))
+        block = ring.gradients(block, arguments, held, shift, result=result, cotangent=cotangent)
         if shift == 0:
             home = block
         else:
