@@ -12,6 +12,7 @@ import shardlib as sl
 from shardlib import annotate
 from shardlib.audit.contract import hold
 from shardlib.audit.hlo import parse
+from shardlib.audit.joined_layouts import check_joined_layouts
 from shardlib.audit.relayout import middle_layouts
 from shardlib.rules import Rules
 from shardlib.slices import cut
@@ -139,3 +140,19 @@ def test_col_08_joining_arrays_of_different_layouts_keeps_their_values():
     for parts in ((place(2), place(10, "model")), (place(4, "data"), place(12, "data"))):
         joined = jax.jit(lambda *parts: jnp.concatenate(parts))(*parts)
         np.testing.assert_array_equal(joined, np.ones(joined.shape))
+
+
+@pytest.mark.newest
+def test_col_08_a_self_test_at_start():
+    mesh = sl.make_mesh("data=4,model=2")
+    check_joined_layouts(mesh)
+    # Negative control: a join that sums the two copies of what comes first.
+    with pytest.raises(sl.ShardingError) as caught:
+        check_joined_layouts(mesh, join=lambda parts: jnp.concatenate([2 * parts[0], parts[1]]))
+    heading, *problems = str(caught.value).splitlines()
+    assert heading.endswith("wrongly on mesh data=4,model=2; fix: install another version of JAX:")
+    assert len(problems) == 9
+    assert (
+        problems[2]
+        == f"- {P()} beside {P('model')}: [2.0, 4.0, 1.0, 2.0, 3.0, 4.0], not [1.0, 2.0, 1.0, 2.0, 3.0, 4.0]"
+    )
