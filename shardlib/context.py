@@ -21,6 +21,7 @@ from shardlib import annotate
 from shardlib import batch_spec as batches
 from shardlib.jax_compat import opened, scope_and_line
 from shardlib.objective import LossFunction, sums_of
+from shardlib.ops import ring_kernels
 from shardlib.ops.attention_mask import Rule
 from shardlib.ops.context_choice import Choice, choose
 from shardlib.ops.context_layout import REORDERED_AXES, check_length, check_segment_ids, order, reorder
@@ -66,22 +67,25 @@ class AttentionCall:
     mask: tuple[int, ...] | None = None
     value: tuple[int, ...] | None = None
 
-    def refusal(self, platform: str) -> str | None:
-        """Why the platform's kernel does not take this call; None when it does."""
-        return refusal(
-            platform,
-            query=self.query,
-            key=self.key,
-            value=self.value or self.key,
-            dtype=self.dtype,
-            causal=self.causal,
-            window=self.window,
-            mask=self.mask,
-        )
+    def refusal(self, platform: str, context: "ContextUse | None") -> str | None:
+        """Why the platform's kernel does not take this call; None when it does.
 
-
-Heard = AttentionCall | str
-"""What a trace of a loss says about its sequences: calls of attention, `BY_POSITION`, `IN_ORDER`."""
+        Args:
+            platform: a key of `fused_attention.KERNELS`.
+            context: how sequences are divided; None where they are whole.
+        """
+        options: dict[str, Any] = {"dtype": self.dtype, "causal": self.causal, "window": self.window}
+        shapes = {"query": self.query, "key": self.key, "value": self.value or self.key}
+        if context is None:
+            return refusal(platform, **shapes, mask=self.mask, **options)
+        if context.kind == "gather":
+            return "the labels of gathered keys depend on the device"
+        if context.kind == ALL_TO_ALL:
+            hidden = None if self.mask is None else "a mask may hide all keys of a row"
+            return hidden or refusal(platform, **shapes, **options)
+        local = {name: (x[0], x[1] // context.shards, *x[2:]) for name, x in shapes.items()}
+        options |= {"placement": context.placement, "has_mask": self.mask is not None}
+        return ring_kernels.refusal(platform, **local, **options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,21 +154,24 @@ class ContextUse:
                     )
 
 
-def kernel_lines(calls: Iterable[AttentionCall]) -> tuple[str, ...]:
+def kernel_lines(calls: Iterable[AttentionCall], context: ContextUse | None) -> tuple[str, ...]:
     """Which kernels compute attention on which target, and why where none does, in words, for `explain`.
 
     Args:
-        calls: of one trace of the whole batch, where sequences are not divided.
+        calls: of one trace of the whole batch.
+        context: how sequences are divided; None where they are whole.
     """
     calls, lines = list(calls), []
     for platform, kernel in KERNELS.items() if calls else ():
-        reasons = dict.fromkeys(why for call in calls if (why := call.refusal(platform)) is not None)
-        name, refused = platform.upper(), sum(call.refusal(platform) is not None for call in calls)
+        refusals = [call.refusal(platform, context) for call in calls]
+        reasons = dict.fromkeys(why for why in refusals if why is not None)
+        name, taken = platform.upper(), refusals.count(None)
         if not reasons:
             lines.append(f"attention, compiled for {name}: {kernel}")
             continue
-        partly = "" if refused == len(calls) else f"{kernel} in {len(calls) - refused} of {len(calls)} calls, else "
-        lines.append(f"attention, compiled for {name}: {partly}the reference, because {'; '.join(reasons)}")
+        partly = f"{kernel} in {taken} of {len(calls)} calls, else " if taken else ""
+        other = "the reference" if context is None else "blocks in XLA"
+        lines.append(f"attention, compiled for {name}: {partly}{other}, because {'; '.join(reasons)}")
     return tuple(lines)
 
 

@@ -247,7 +247,8 @@ def splash_gradients(
     """
     options = kernel.kwargs
     names = ("mask_value", "is_mqa", "block_sizes", "residual_checkpoint_name", "mask_function")
-    static = [options[name] for name in (*names, "attn_logits_soft_cap", "interpret")]
+    static: Any = [options[name] for name in (*names, "attn_logits_soft_cap", "interpret")]
     known = (query, key, value, segment_ids, None, out, log_weight, kernel.dq_mask_info, kernel.dkv_mask_info)
-    found = splash_attention_kernel._splash_attention_bwd(False, *static, known, cotangent)
+    backward: Any = splash_attention_kernel._splash_attention_bwd
+    found = backward(False, *static, known, cotangent)
     return found[3], found[4], found[5]

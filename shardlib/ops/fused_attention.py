@@ -213,7 +213,6 @@ def manual_over_rest(body: Callable[..., Any], *operands: Any) -> Any:
     return jax.shard_map(body, mesh=mesh, in_specs=P(), out_specs=P(), axis_names=axes, check_vma=False)(*operands)
 
 
-@functools.lru_cache(maxsize=64)
 def splash_kernel(
     queries: tuple[int, int],
     *,
@@ -246,12 +245,10 @@ def splash_kernel(
         block_kv_dq=columns,
     )
     mask = splash.MultiHeadMask([_splash_mask((length, keys), causal=causal, window=window)] * heads)
-    # Which tiles are empty is found tile by tile on the host, seconds for long sequences: once, and not in each trace.
-    with jax.ensure_compile_time_eval():
-        kernel: Any = splash.make_splash_mha_single_device(
-            mask, block_sizes=blocks, interpret=interpret, save_residuals=with_log_weight
-        )
-        return jax.tree.map(np.asarray, kernel)
+    kernel: Any = splash.make_splash_mha_single_device(
+        mask, block_sizes=blocks, interpret=interpret, save_residuals=with_log_weight
+    )
+    return kernel
 
 
 def _splash_mask(shape: tuple[int, int], *, causal: bool, window: int | None) -> splash.Mask:
@@ -262,7 +259,7 @@ def _splash_mask(shape: tuple[int, int], *, causal: bool, window: int | None) ->
 
 
 class _Causal(splash.CausalMask):
-    """The library's mask with its tiles of one value made at once: at 128k tokens it compares for a minute."""
+    """The library's mask, its tiles of one value made at once: each trace reads them all, 128k tokens for a minute."""
 
     def __getitem__(self, idx: Any) -> np.ndarray[Any, Any]:
         tile = _uniform(*idx, before=math.inf, after=0)

@@ -172,7 +172,7 @@ def test_the_platform_is_the_mesh_s():
     [{"causal": True}, {"causal": True, "window": 64}, {"segment_ids": DOCUMENTS}, {"mask": PADDED, "causal": True}],
 )
 def test_cudnn_is_called_for_cuda(options, monkeypatch):
-    """JAX asks the CUDA plugin, which is not here, for cuDNN's version while it traces: that answer alone is made up."""
+    """Tracing asks the CUDA plugin, which is not here, for cuDNN's version: that answer alone is made up."""
     monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.check_cudnn_version", lambda: 91000)
     given = operands(heads=4, kv_heads=2, dtype=jnp.bfloat16)
     static = {key: value for key, value in options.items() if not isinstance(value, np.ndarray)}
