@@ -88,6 +88,10 @@ class AttentionCall:
         return ring_kernels.refusal(platform, **local, **options)
 
 
+Heard = AttentionCall | str
+"""What a trace of a loss says about its sequences: calls of attention, `BY_POSITION`, `IN_ORDER`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextUse:
     """How sequences are divided; a static leaf.
