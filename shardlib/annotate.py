@@ -20,7 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 LAYERS = "layers"
 METADATA_KEY = "logical_axes"
 BOUNDARY = "shardlib_layer_boundary"
-EMBED_TOKENS, TOKEN_LOSSES, VOCAB_PARTS = "embed_tokens", "token_losses", "vocab_parts"
+EMBED_TOKENS, TOKEN_LOSSES = "embed_tokens", "token_losses"
+VOCAB_SHARDS, VOCAB_PARTS = "vocab_shards", "vocab_parts"
 T = TypeVar("T")
 
 
@@ -31,7 +32,8 @@ class Active:
     Args:
         constrain: `(array, names) -> array`, which places the array or raises.
         ops: implementations for the op slots, by slot name ("attention", "dot_general", "by_position", "in_order",
-            "embed_tokens", "token_losses"); "vocab_parts" says into how many parts vocabularies at hand are divided.
+            "embed_tokens", "token_losses"); "vocab_shards" says into how many shards the rows of vocabularies are to
+            divide, padded; "vocab_parts" into how many parts those at hand are divided already.
     """
 
     constrain: Callable[[Any, tuple[str | None, ...]], Any]

@@ -21,7 +21,7 @@ from meshes.build import abstract_mesh
 from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import STANDARD_AXES
 from shardlib import batch_spec as batches
-from shardlib.annotate import under
+from shardlib.annotate import VOCAB_SHARDS, Active, under
 from shardlib.constant_collections import as_inputs, changed, with_constants
 from shardlib.context import (
     BY_POSITION,
@@ -64,7 +64,8 @@ class Bound:
         loss: `(params, batch, rng) -> scalar | Loss`.
         batch_spec: what one batch looks like.
         init: PRNG key -> (parameters, collections); pure, to be jitted with their shardings.
-        abstract_params: parameters as `jax.ShapeDtypeStruct`s, without boxes.
+        abstract_params: parameters as `jax.ShapeDtypeStruct`s, without boxes, as the loss gets them under the plan.
+        logical_params: the same without the padding of vocabularies that the rules ask for: the model's own form.
         params: specs of the parameters, with reasons.
         abstract_collections, collections: the same for what the loss reads and updates beside parameters; None
             for a model without.
@@ -84,6 +85,7 @@ class Bound:
     batch_spec: Any
     init: Callable[[Any], Any]
     abstract_params: Any
+    logical_params: Any
     params: Resolution
     abstract_collections: Any
     collections: Resolution | None
@@ -103,11 +105,13 @@ class Bound:
 
     def store(self, params: Any) -> Any:
         """The model's own parameters in the form a step holds them; the inverse of `restore`."""
-        return params if self.staging is None else self.staging.store(params)
+        padded = jax.tree.map(_padded, params, self.abstract_params)
+        return padded if self.staging is None else self.staging.store(padded)
 
     def restore(self, stored: Any) -> Any:
-        """Parameters that a step holds, in the model's own form."""
-        return stored if self.staging is None else self.staging.restore(stored)
+        """Parameters that a step holds, in the model's own form: layers in order, vocabularies without padding."""
+        own = stored if self.staging is None else self.staging.restore(stored)
+        return jax.tree.map(_unpadded, own, self.logical_params)
 
     def explain(self, optimizer: optax.GradientTransformation | None = None) -> Explanation:
         """Every array with its spec and reasons, and bytes per device; adamw unless another optimizer is given."""
@@ -216,6 +220,10 @@ def bind(
     check_lengths(batch_spec, plan.mesh)
     create = _creator(model, batch_spec, init)
     boxed, boxed_collections = _eval_shape(create)
+    logical = _unboxed(boxed)
+    if plan.vocab_shards > 1:
+        create = under(_padding(plan.vocab_shards), create)
+        boxed, boxed_collections = _eval_shape(create)
     if is_bare(boxed) and not plan.rules.patterns:
         raise ShardingError(
             f"no parameter of {model_name(model)} has logical axes, and the rules have no patterns",
@@ -230,7 +238,7 @@ def bind(
     batch = resolve(batch_spec, plan.rules, mesh)
     collections = _resolve_collections(boxed_collections, plan)
     _check_patterns(params)
-    activations, num_sums, context = _trace(loss, plan, abstract_params, batch_spec, abstract_collections)
+    activations, num_sums, context = _trace(loss, plan, abstract_params, batch_spec, abstract_collections, logical)
     unused = _unused_axes(plan)  # last: what is wrong with one rule or array says more
     named = (*params.entries, *batch.entries, *activations)
     return Bound(
@@ -239,6 +247,7 @@ def bind(
         batch_spec=batch_spec,
         init=lambda key: _unboxed(create(key)),
         abstract_params=abstract_params,
+        logical_params=logical,
         params=params,
         abstract_collections=abstract_collections,
         collections=collections,
@@ -260,6 +269,22 @@ def bind(
     )
 
 
+def _padding(shards: int) -> Active:
+    """In force while a model is made whose vocabularies the rules pad."""
+    return Active(constrain=lambda x, names: x, ops={VOCAB_SHARDS: lambda: shards})
+
+
+def _padded(leaf: Any, like: Any) -> Any:
+    """The array with zeros up to a shape."""
+    widths = [(0, stored - size) for size, stored in zip(leaf.shape, like.shape, strict=True)]
+    return jax.numpy.pad(leaf, widths) if any(after for _, after in widths) else leaf
+
+
+def _unpadded(leaf: Any, like: Any) -> Any:
+    """The first entries, as many as a shape has."""
+    return leaf if leaf.shape == like.shape else leaf[tuple(map(slice, like.shape))]
+
+
 def _staging(loss: LossFunction, batch_spec: Any, plan: Plan, boxed: Any) -> Staging | None:
     """How a plan with a stage axis cuts the model; None for any other plan."""
     if not plan.is_pipeline:
@@ -273,7 +298,9 @@ def _constants(loss: LossFunction, plan: Plan, params: Any, collections: Any, ba
     lowering, why = plan.chosen_lowering
     if collections is None or not (lowering == "explicit" or plan.cuts_batch):
         return None
-    in_force = active(plan.rules, abstract_mesh(plan.mesh), sum_dtype=plan.tensor_reduce_dtype)
+    in_force = active(
+        plan.rules, abstract_mesh(plan.mesh), sum_dtype=plan.tensor_reduce_dtype, vocab_shards=plan.vocab_shards
+    )
     paths = changed(under(in_force, loss), params, batches.abstract(batch_spec), collections)
     if paths:
         why = plan.cuts_batch or f"explicit lowering, because {why}"
@@ -305,7 +332,7 @@ def _resolve_collections(boxed: Any, plan: Plan) -> Resolution | None:
 
 
 def _trace(
-    loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, collections: Any
+    loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, collections: Any, logical: Any
 ) -> tuple[tuple[Entry, ...], int, ContextUse | None]:
     """Traces the loss once under the rules and checks it.
 
@@ -324,6 +351,7 @@ def _trace(
         abstract_mesh(plan.mesh),
         record=record,
         sum_dtype=plan.tensor_reduce_dtype,
+        vocab_shards=plan.vocab_shards,
         record_attention=heard.append,
     )
     traced = under(in_force, loss)
@@ -334,7 +362,7 @@ def _trace(
         calls = [call for call in heard if isinstance(call, AttentionCall)]
         lengths = {leaf.shape[leaf.axes.index(LENGTH)] for leaf in batches.with_axis(batch_spec, LENGTH)}
         for length in lengths | {call.query[1] for call in calls}:
-            check_slot(loss, params, batch_spec, collections, length=length, shards=plan.mesh.size(CONTEXT))
+            check_slot(loss, logical, batch_spec, collections, length=length, shards=plan.mesh.size(CONTEXT))
         context = choose_context(
             calls,
             mesh=plan.mesh,

@@ -152,6 +152,12 @@ def _indivisible(
     if policy == "replicate":
         reason += ": replicated by policy"
         return replace(blank, reason=reason, remark=f"{blank.where}: {reason}"), True
+    if policy == "pad":
+        problem = (
+            f"{blank.where}: {reason}, and nothing pads it (rule {str(rule)!r}); fix: shardlib.layers.VocabEmbed and "
+            f'CrossEntropyHead, which do, or write "{replace(rule, indivisible="replicate")}"'
+        )
+        return replace(blank, reason=reason, problem=problem), True
     problem = (
         f"{blank.where}: {reason} (rule {str(rule)!r}); fix: change a size, or write "
         f'"{replace(rule, indivisible="replicate")}"'

@@ -116,7 +116,15 @@ def slices_per_microbatch(plan: Plan, *, mesh: Mesh, specs: StepSpecs) -> int:
 def _automatic(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_slices: int) -> GradientFunction:
     slice_axes = data_like(mesh) if num_slices > 1 else ()
     loss = annotate.under(
-        active(plan.rules, mesh, hidden=slice_axes, sum_dtype=plan.tensor_reduce_dtype, context=specs.context), loss
+        active(
+            plan.rules,
+            mesh,
+            hidden=slice_axes,
+            sum_dtype=plan.tensor_reduce_dtype,
+            vocab_shards=plan.vocab_shards,
+            context=specs.context,
+        ),
+        loss,
     )
     dims, wanted = batch_dims(specs.batch_spec), shardings(specs.grads, mesh)
     sizes = {"num_microbatches": plan.num_microbatches, "num_slices": num_slices}
@@ -219,6 +227,7 @@ def _inside(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, *, hid
         hidden=hidden,
         manual=bool(hidden),
         sum_dtype=plan.tensor_reduce_dtype,
+        vocab_shards=plan.vocab_shards,
         context=specs.context,
     )
     if plan.vocabulary == "spread":

@@ -60,6 +60,7 @@ def active(
     context: ContextUse | None = None,
     record_attention: Callable[[Heard], None] | None = None,
     kernels: bool = True,
+    vocab_shards: int = 1,
 ) -> annotate.Active:
     """The value that puts rules in force in a trace.
 
@@ -75,6 +76,7 @@ def active(
         record_attention: hears every call of the attention slot; `BY_POSITION` for every array that follows the order
             of tokens, `IN_ORDER` for every sequence that must be in order.
         kernels: attention uses the kernels of the mesh's platform where they take its calls.
+        vocab_shards: into how many shards the rows of vocabularies are to divide, padded (`Plan.vocab_shards`).
     """
     shape = mesh_shape(mesh)
     visible = MeshShape(axes=tuple((axis, 1 if axis in hidden else size) for axis, size in shape.axes))
@@ -117,6 +119,7 @@ def active(
         ops |= _recorded(dict(ops), record_attention)
     if sum_dtype is not None:
         ops["dot_general"] = products_summed_in(sum_dtype)
+    ops[annotate.VOCAB_SHARDS] = lambda: vocab_shards
     return annotate.Active(constrain=constrain, ops=ops)
 
 

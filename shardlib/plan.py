@@ -16,7 +16,7 @@ from meshes.shape import INFERRED, MeshShape
 from shardlib.pipeline.schedules import build
 from shardlib.pipeline.table import Table
 from shardlib.remat import Policy, parse_policy
-from shardlib.rules import Rule, Rules
+from shardlib.rules import VOCAB, Rule, Rules
 from shardlib.strategies import DATA_LIKE, default_rules
 
 Lowering = Literal["automatic", "explicit"]
@@ -235,6 +235,13 @@ class Plan:
         if self.gather != "step":
             return "explicit", f"gather={self.gather}"
         return "automatic", "one microbatch in float32: the compiler places the collectives"
+
+    @property
+    def vocab_shards(self) -> int:
+        """Into how many shards the rules pad vocabularies, those over stages included; 1 where nothing is padded."""
+        shards = self.rules.vocab_shards(self.mesh)
+        pads = any(rule.logical == VOCAB and rule.indivisible == "pad" for rule in self.rules.rules)
+        return shards * (self.mesh.size(STAGE) if pads and self.is_pipeline and self.vocabulary == "spread" else 1)
 
     @property
     def cuts_batch(self) -> str | None:

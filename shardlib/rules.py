@@ -7,6 +7,7 @@ or one error that lists every mistake. Regex patterns give logical axes to model
 """
 
 import json
+import math
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
@@ -14,8 +15,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, get_args
 
 from meshes.errors import ShardingError, caret, nearest, raise_collected
+from meshes.shape import MeshShape
 
-Indivisible = Literal["error", "replicate", "next"]
+Indivisible = Literal["error", "replicate", "next", "pad"]
 Taken = Literal["keep", "error"]
 Unknown = Literal["error", "replicate"]
 
@@ -23,6 +25,7 @@ _NAME: Final = r"[A-Za-z_][A-Za-z0-9_]*"
 _NONE: Final = "none"
 _LOGICAL: Final = rf"{_NAME}(?:\[[0-9]+\])?"
 _RULE = re.compile(rf"\s*({_NAME})\s*->\s*({_NAME}(?:\s*\+\s*{_NAME})*)\s*((?:;[^;]*)*)\Z")
+VOCAB: Final = "vocab"
 _OPTIONS: Final = {"indivisible": get_args(Indivisible), "taken": get_args(Taken), "beside": None}
 
 
@@ -33,7 +36,8 @@ class Rule:
     Args:
         logical: logical axis name.
         mesh_axes: mesh axes; empty means replicated on purpose.
-        indivisible: when the mesh axes do not divide the dim: an error, replicate it, or try the next rule.
+        indivisible: when the mesh axes do not divide the dim: an error, replicate it, try the next rule, or pad it:
+            that is for "vocab", in storage, by the layers and ops of `shardlib` that keep padding out of every result.
             None takes the rules' default.
         taken: when some of several mesh axes already split another dim: keep the free ones, or an error.
         beside: the rule holds only for arrays that also have a dim of this logical name.
@@ -62,6 +66,11 @@ class Rule:
                 fix=f'write "{self.logical} -> {"+".join(dict.fromkeys(self.mesh_axes))}"',
             )
         _check_option("indivisible", self.indivisible or "error", str(self))
+        if self.indivisible == "pad" and self.logical != VOCAB:
+            raise ShardingError(
+                f"rule {str(self)!r}: padding stays out of the results of a vocabulary only",
+                fix='write indivisible=replicate, or "vocab -> tensor; indivisible=pad"',
+            )
         _check_option("taken", self.taken, str(self))
         if self.beside is not None:
             _check_option("beside", self.beside, str(self))
@@ -131,7 +140,7 @@ class Rules:
             if any(regex == other for other, _ in self.patterns[:index]):
                 failures.append(f"pattern {regex!r} can never fire: it is there before; fix: delete one")
         for key, value, known in (
-            ("indivisible", self.indivisible, get_args(Indivisible)),
+            ("indivisible", self.indivisible, tuple(v for v in get_args(Indivisible) if v != "pad")),
             ("unknown", self.unknown, get_args(Unknown)),
         ):
             if value not in known:
@@ -158,6 +167,12 @@ class Rules:
     def for_name(self, logical: str) -> tuple[Rule, ...]:
         """The rules for one logical axis, in order."""
         return tuple(rule for rule in self.rules if rule.logical == logical)
+
+    def vocab_shards(self, mesh: MeshShape) -> int:
+        """Into how many shards vocabularies are divided by a rule that pads them; 1 without such a rule."""
+        padding = (rule for rule in self.for_name(VOCAB) if rule.indivisible == "pad")
+        axes = next((rule.mesh_axes for rule in padding), ())
+        return math.prod(mesh.size(axis) for axis in axes if axis in mesh.names)
 
     def with_first(self, extra: "Rules") -> "Rules":
         """`extra` placed before these rules; rules that `extra` makes unreachable are dropped."""

@@ -279,7 +279,13 @@ def abstract_part(
     piece = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((1, *leaf.shape), leaf.dtype), batches.abstract(small))
     key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
     hidden = (*DATA_LIKE, STAGE)
-    in_force = active(plan.rules, abstract_mesh(plan.mesh), hidden=hidden, sum_dtype=plan.tensor_reduce_dtype)
+    in_force = active(
+        plan.rules,
+        abstract_mesh(plan.mesh),
+        hidden=hidden,
+        sum_dtype=plan.tensor_reduce_dtype,
+        vocab_shards=plan.vocab_shards,
+    )
     if plan.vocabulary == "spread":
         in_force = with_spread_slots(in_force, stage=STAGE, parts=1, record=record)
     part = over_slices(annotate.under(in_force, loss), 1, ())

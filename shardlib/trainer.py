@@ -220,7 +220,9 @@ class Trainer:
             runs = [staged(num_microbatches=parts) for parts in (1, NUM_PARTS)]
             compare: Any = lambda *given: [run(*given).metrics() for run in runs]  # noqa: E731
         else:
-            in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, context=context)
+            in_force = active(
+                rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, vocab_shards=plan.vocab_shards, context=context
+            )
             compare = compared(self._loss, dims, active=in_force, compute_dtype=plan.compute_dtype)
         with jax.set_mesh(self.mesh):
             given = (state.params, jax.device_put(rows, replicated), state.collections)
@@ -234,7 +236,7 @@ class Trainer:
         context, spec = self.bound.context, self.bound.batch_spec
         assert context is not None
         one, rows = some_rows(batch, spec, length=context.short_length)
-        itemsize = attention_itemsize(self._loss, self.bound.abstract_params, one, self.bound.abstract_collections)
+        itemsize = attention_itemsize(self._loss, self.bound.logical_params, one, self.bound.abstract_collections)
         if itemsize is None:  # made for one length alone
             one, rows = some_rows(batch, spec, length=None)
             itemsize = 4
@@ -292,7 +294,9 @@ class Trainer:
         rules = _whole_when_indivisible(plan.rules)
         wanted = self.state_shardings
         placed = shardings(resolve(spec, rules, self.mesh).specs, self.mesh)
-        in_force = active(rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, context=context)
+        in_force = active(
+            rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, vocab_shards=plan.vocab_shards, context=context
+        )
         step: Any = eval_step(self._loss, active=in_force, compute_dtype=plan.compute_dtype)
         if plan.is_pipeline:
             step = self._staged_evaluation(spec, placed, plan=plan, context=context)

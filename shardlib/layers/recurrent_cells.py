@@ -170,7 +170,9 @@ def stream_lstm(
     x, kernel, recurrent_kernel = (leaf.astype(dtype) for leaf in (x, kernel, recurrent_kernel))
     gates = annotate.dot_general(x, kernel, (((3,), (1,)), ((0,), (0,)))) + bias[:, None, None].astype(dtype)
     gates = annotate.constrain(gates, "stream", "batch", "length", None, None)
-    hidden, state = lstm(annotate.in_order(gates), recurrent_kernel, starts=None if positions is None else positions == 0, state=state)
+    hidden, state = lstm(
+        annotate.in_order(gates), recurrent_kernel, starts=None if positions is None else positions == 0, state=state
+    )
     return annotate.constrain(hidden, "stream", "batch", "length", None), state
 
 

@@ -28,7 +28,8 @@ class VocabEmbed(nn.Module):
 
     Args:
         vocab, embed: sizes.
-        multiple: the stored rows are a multiple of it; it must contain the shards that a mesh cuts them into.
+        multiple: the stored rows are a multiple of it. The shards of a mesh must be in it, or the plan's rules pad:
+            "vocab -> tensor; indivisible=pad".
         dtype: of the output; None follows the table.
         param_dtype: of the table.
         embedding_init: draws the logical rows; the others are zero and stay so.
@@ -69,7 +70,7 @@ class CrossEntropyHead(nn.Module):
     Args:
         vocab, embed: sizes.
         tied: no kernel of its own; every call gets the embedding's table.
-        multiple: the stored columns are a multiple of it; it must contain the shards that a mesh cuts them into.
+        multiple: of the stored columns, as for `VocabEmbed`.
         smoothing, z_loss, num_chunks: as for `token_losses`.
         dtype: of the products; None follows x and the kernel.
         param_dtype: of the kernel.

@@ -38,8 +38,9 @@ def padded_initializer(initializer: Callable[..., Any], vocab: int, *, vocab_dim
 
 
 def stored_rows(vocab: int, *, multiple: int) -> int:
-    """Rows that a linen layer's parameter has where it stands: all, or one part where a plan has divided them."""
-    return padded_vocab(vocab, multiple=multiple) // annotate.slot(annotate.VOCAB_PARTS, lambda: 1)()
+    """Rows that a parameter has where it stands: padded as a plan's rules say, one part where a plan divides them."""
+    shards, parts = (annotate.slot(name, lambda: 1)() for name in (annotate.VOCAB_SHARDS, annotate.VOCAB_PARTS))
+    return padded_vocab(vocab, shards=shards, multiple=multiple) // parts
 
 
 def head_logits(x: jax.Array, head: jax.Array, *, vocab: int, vocab_dim: int, dtype: Any = None) -> jax.Array:

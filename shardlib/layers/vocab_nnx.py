@@ -15,11 +15,10 @@ from flax import nnx
 
 from shardlib import annotate
 from shardlib.layers.vocab import KERNEL, TABLE
-from shardlib.layers.vocab_head import cross_entropy, head_logits, padded_initializer
+from shardlib.layers.vocab_head import cross_entropy, head_logits, padded_initializer, stored_rows
 from shardlib.loss import Loss
 from shardlib.ops.vocab_embedding import embed_tokens
 from shardlib.ops.vocab_loss import NUM_CHUNKS, TokenLosses, token_losses
-from shardlib.ops.vocab_shards import padded_vocab
 
 
 class VocabEmbed(nnx.Module):
@@ -27,7 +26,8 @@ class VocabEmbed(nnx.Module):
 
     Args:
         vocab, embed: sizes.
-        multiple: the stored rows are a multiple of it; it must contain the shards that a mesh cuts them into.
+        multiple: the stored rows are a multiple of it. The shards of a mesh must be in it, or the plan's rules pad:
+            "vocab -> tensor; indivisible=pad".
         dtype: of the output; None follows the table.
         param_dtype: of the table.
         embedding_init: draws the logical rows; the others are zero and stay so.
@@ -48,7 +48,7 @@ class VocabEmbed(nnx.Module):
         rngs: nnx.Rngs,
     ):
         initializer = padded_initializer(embedding_init, vocab, vocab_dim=0)
-        shape = padded_vocab(vocab, multiple=multiple), embed
+        shape = stored_rows(vocab, multiple=multiple), embed
         draw = annotate.nnx_logical(initializer, "vocab", "embed")
         self.embedding = nnx.Param(draw(rngs.params(), shape, param_dtype))
         self.vocab, self.dtype, self.lookup = vocab, dtype, lookup
@@ -72,7 +72,7 @@ class CrossEntropyHead(nnx.Module):
     Args:
         vocab, embed: sizes.
         tied: no kernel of its own; every call gets the embedding's table.
-        multiple: the stored columns are a multiple of it; it must contain the shards that a mesh cuts them into.
+        multiple: of the stored columns, as for `VocabEmbed`.
         smoothing, z_loss, num_chunks: as for `token_losses`.
         dtype: of the products; None follows x and the kernel.
         param_dtype: of the kernel.
@@ -101,7 +101,7 @@ class CrossEntropyHead(nnx.Module):
         self.smoothing, self.z_loss, self.num_chunks, self.losses = smoothing, z_loss, num_chunks, losses
         if not tied:
             initializer = padded_initializer(kernel_init, vocab, vocab_dim=1)
-            shape = embed, padded_vocab(vocab, multiple=multiple)
+            shape = embed, stored_rows(vocab, multiple=multiple)
             draw = annotate.nnx_logical(initializer, "embed", "vocab")
             self.kernel = nnx.Param(draw(rngs.params(), shape, param_dtype))
 
