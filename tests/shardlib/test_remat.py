@@ -32,7 +32,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 def example(name, remat=False):
     """Loss, parameters and batch of a model of 4 tiny layers, with dropout where it has any."""
     sizes = {"layers": 4, "embed": 16, "heads": 2, "mlp": 32, "vocab": 16, "length": 8, "remat": remat}
-    config = llama.Config(kv_heads=1, **sizes) if name == "llama" else gpt.Config(dropout=0.2, **sizes)
+    config = llama.Config(kv_heads=1, **sizes) if name == "llama" else gpt.Config(dropout=0.2, bias=False, **sizes)
     module, loss, spec = MODELS[name].build(config, batch=4)
     draw = np.random.default_rng(0)
     batch = {key: jnp.asarray(draw.integers(16, size=leaf.shape), jnp.int32) for key, leaf in spec.items()}
