@@ -158,6 +158,15 @@ def _attend(ring: _Ring, arguments: Arguments) -> jax.Array:
     return _forward(ring, arguments)[0]
 
 
+def _in_turn(computed: Any, arriving: Any) -> tuple[Any, Any]:
+    """Both, the next transfer only after this computation.
+
+    One transfer beside each computation: a compiler that sees that none depends on any starts them all at once, beside
+    the first, and keeps the blocks.
+    """
+    return jax.lax.optimization_barrier((computed, arriving))
+
+
 def _forward(ring: _Ring, arguments: Arguments):
     query, held = arguments.query, (arguments.key, arguments.value)
     state = online_softmax.start(query, value_dim=arguments.value.shape[-1])
@@ -165,7 +174,7 @@ def _forward(ring: _Ring, arguments: Arguments):
     for shift, following in zip(shifts, (*shifts[1:], None)):
         arriving: Any = None if following is None else ring.sent(held, following - shift)
         state = ring.attend(state, arguments, held, shift)
-        held = arriving
+        state, held = _in_turn(state, arriving)
     result, log_weight = online_softmax.finish(state)
     result = result.astype(query.dtype)
     return result, (arguments, result, log_weight)
@@ -187,6 +196,7 @@ def _backward(ring: _Ring, residuals: Any, out: jax.Array):
         # this transfer too runs beside the computation.
         block = online_softmax.no_gradients(query, *held)._replace(query=home.query)
         block = ring.gradients(block, arguments, held, shift, result=result, cotangent=cotangent)
+        block, arriving = _in_turn(block, arriving)
         if shift == 0:
             home = block
         else:
@@ -200,7 +210,7 @@ def _backward(ring: _Ring, residuals: Any, out: jax.Array):
     if travelling is not None:
         returned = ring.sent(travelling, -shifts[-1])
         home = home._replace(key=home.key + returned[0], value=home.value + returned[1])
-    return (cotangents(arguments, *home),)
+    return (cotangents(arguments, *(ring_kernels.scaled(home) if ring.has_kernel else home)),)
 
 
 _attend.defvjp(_forward, _backward)

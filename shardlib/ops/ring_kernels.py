@@ -113,7 +113,7 @@ def gradients(
     shards: Shards,
     causal: bool,
 ) -> Gradients:
-    """Adds the block's gradients to `sums`, each rounded once to the dtype of its array.
+    """Adds the block's gradients to `sums`, each rounded once to the dtype of its array; the queries' not scaled yet.
 
     Args:
         sums: so far, in float32.
@@ -131,11 +131,19 @@ def gradients(
         of_rows = [_by_head(x[:, :, :, rows]) for x in (result, cotangent.log_weight, cotangent.out)]
         found = manual_over_rest(jax.vmap(functools.partial(splash_gradients, kernel)), *operands, *of_rows)
         query, *of_columns = (x.astype(wide.dtype) for x, wide in zip(found, sums, strict=True))
-        query = query.reshape(sums.query[:, :, :, rows].shape) * scale(block.query)
+        query = query.reshape(sums.query[:, :, :, rows].shape)
         of_columns = (x.at[:, :, columns].add(new) for x, new in zip(sums[1:], of_columns, strict=True))
         return Gradients(sums.query.at[:, :, :, rows].add(query), *of_columns)
 
     return _visible(part, sums, length=key.shape[2], shift=shift, shards=shards, causal=causal)
+
+
+def scaled(sums: Gradients) -> Gradients:
+    """Gradients of all blocks, the queries' scaled: once, and after the last block.
+
+    The TPU compiler (libtpu 0.0.42) fails where the float32 result of a conditional is only rounded to bfloat16.
+    """
+    return sums._replace(query=sums.query * scale(sums.query))
 
 
 def _visible(part: Callable[..., T], state: T, *, length: int, shift: int, shards: Shards, causal: bool) -> T:
