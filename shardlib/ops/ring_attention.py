@@ -112,6 +112,14 @@ class _Ring:
             window=None if self.shards.positions_given else self.rule.window,
         )
 
+    def in_turn(self, computed: Any, arriving: Any) -> tuple[Any, Any]:
+        """Both, with a kernel the next transfer only after this computation.
+
+        Else the TPU compiler, which does not know how long a kernel takes, sees that no transfer depends on any
+        computation, and starts them all beside the first one.
+        """
+        return jax.lax.optimization_barrier((computed, arriving)) if self.has_kernel else (computed, arriving)
+
     def sent(self, tree: Any, distance: int) -> Any:
         """The tree of the shard `distance` before this one, around the ring."""
         count = self.shards.count
@@ -158,15 +166,6 @@ def _attend(ring: _Ring, arguments: Arguments) -> jax.Array:
     return _forward(ring, arguments)[0]
 
 
-def _in_turn(computed: Any, arriving: Any) -> tuple[Any, Any]:
-    """Both, the next transfer only after this computation.
-
-    One transfer beside each computation: a compiler that sees that none depends on any starts them all at once, beside
-    the first, and keeps the blocks.
-    """
-    return jax.lax.optimization_barrier((computed, arriving))
-
-
 def _forward(ring: _Ring, arguments: Arguments):
     query, held = arguments.query, (arguments.key, arguments.value)
     state = online_softmax.start(query, value_dim=arguments.value.shape[-1])
@@ -174,7 +173,7 @@ def _forward(ring: _Ring, arguments: Arguments):
     for shift, following in zip(shifts, (*shifts[1:], None)):
         arriving: Any = None if following is None else ring.sent(held, following - shift)
         state = ring.attend(state, arguments, held, shift)
-        state, held = _in_turn(state, arriving)
+        state, held = ring.in_turn(state, arriving)
     result, log_weight = online_softmax.finish(state)
     result = result.astype(query.dtype)
     return result, (arguments, result, log_weight)
@@ -196,7 +195,7 @@ def _backward(ring: _Ring, residuals: Any, out: jax.Array):
         # this transfer too runs beside the computation.
         block = online_softmax.no_gradients(query, *held)._replace(query=home.query)
         block = ring.gradients(block, arguments, held, shift, result=result, cotangent=cotangent)
-        block, arriving = _in_turn(block, arriving)
+        block, arriving = ring.in_turn(block, arriving)
         if shift == 0:
             home = block
         else:
