@@ -19,7 +19,8 @@ from meshes.devices import compile_only
 from models import llama
 from shardlib.audit.hlo_text import Module, read
 
-COMPUTES = ("while", "conditional", "custom-call")
+BLOCKS = ("while", "conditional", "custom-call")
+CYCLES = re.compile(r'"estimated_cycles":"(\d{1,15})"')
 
 
 def model(given):
@@ -32,27 +33,33 @@ def model(given):
 
 
 def transfers(module: Module) -> list[dict[str, object]]:
-    """Every permute over the ring of attention: its loop body, and what is scheduled between its start and its end."""
+    """Every permute over the ring of attention, and what is scheduled between its start and its end.
+
+    "blocks" counts kernels, loops and conditionals, in which blocks are computed; "cycles" is the compiler's estimate
+    of the rest. Sums of gradients travel in float32 ("f32"), keys and values in the dtype of the computation.
+    """
     found = []
     for computation in module.computations.values():
         instructions = list(computation.instructions.values())
         for at, instruction in enumerate(instructions):
-            if not instruction.opcode.startswith("collective-permute") or "ppermute" not in instruction.line:
-                continue
-            if instruction.opcode.endswith("-done"):
+            if "ppermute" not in instruction.line or instruction.opcode not in (
+                "collective-permute",
+                "collective-permute-start",
+            ):
                 continue
             ends = [
                 number
                 for number, other in enumerate(instructions)
-                if other.opcode == "collective-permute-done" and re.search(rf"%{instruction.name}\b(?!\.)", other.line)
+                if other.opcode == "collective-permute-done" and other.operands() == (instruction.name,)
             ]
             between = instructions[at + 1 : ends[0]] if ends else []
             found.append(
                 {
-                    "body": computation.name,
-                    "asynchronous": instruction.opcode.endswith("-start") and len(ends) == 1,
-                    "beside": [other.opcode for other in between if other.opcode in COMPUTES],
+                    "asynchronous": len(ends) == 1,
+                    "dtype": instruction.type_text.lstrip("(").partition("[")[0],
                     "backward": "transpose(" in instruction.line,
+                    "blocks": sum(other.opcode in BLOCKS for other in between),
+                    "cycles": sum(int(cycles) for other in between for cycles in CYCLES.findall(other.line)),
                 }
             )
     return found
