@@ -6,22 +6,20 @@ initialises the model, and is what a trainer runs.
     bound = bind(model, loss, Plan(mesh="data=2,tensor=4"), batch_spec)
 """
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import flax.linen as nn
 import jax
 import optax
 from flax import nnx
-from flax.core import meta
 
 from meshes.build import abstract_mesh
 from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import STANDARD_AXES
 from shardlib import batch_spec as batches
-from shardlib.annotate import VOCAB_SHARDS, Active, under
+from shardlib.annotate import under
+from shardlib.audit.redundant_sums import check_sums, unbound_axes_explained
 from shardlib.constant_collections import as_inputs, changed, with_constants
 from shardlib.context import (
     BY_POSITION,
@@ -51,7 +49,8 @@ from shardlib.spec_axes import is_spec
 from shardlib.specs import Entry, Resolution, array_leaves, entry_of, notices_of, resolve
 from shardlib.staging import Staging, abstract_part, place_on_stages, stage_model
 from shardlib.staging_facts import staging_facts
-from shardlib.strategies import default_rules
+from shardlib.strategies import DATA_LIKE, default_rules
+from shardlib.variables import abstract_variables, creator, model_name, padded, padding, unboxed, unpadded
 from shardlib.zero import zero_specs
 
 
@@ -105,13 +104,13 @@ class Bound:
 
     def store(self, params: Any) -> Any:
         """The model's own parameters in the form a step holds them; the inverse of `restore`."""
-        padded = jax.tree.map(_padded, params, self.abstract_params)
-        return padded if self.staging is None else self.staging.store(padded)
+        stored = jax.tree.map(padded, params, self.abstract_params)
+        return stored if self.staging is None else self.staging.store(stored)
 
     def restore(self, stored: Any) -> Any:
         """Parameters that a step holds, in the model's own form: layers in order, vocabularies without padding."""
         own = stored if self.staging is None else self.staging.restore(stored)
-        return jax.tree.map(_unpadded, own, self.logical_params)
+        return jax.tree.map(unpadded, own, self.logical_params)
 
     def explain(self, optimizer: optax.GradientTransformation | None = None) -> Explanation:
         """Every array with its spec and reasons, and bytes per device; adamw unless another optimizer is given."""
@@ -218,18 +217,18 @@ def bind(
     """
     mesh = abstract_mesh(plan.mesh)
     check_lengths(batch_spec, plan.mesh)
-    create = _creator(model, batch_spec, init)
-    boxed, boxed_collections = _eval_shape(create)
-    logical = _unboxed(boxed)
+    create = creator(model, batch_spec, init)
+    boxed, boxed_collections = abstract_variables(create)
+    logical = unboxed(boxed)
     if plan.vocab_shards > 1:
-        create = under(_padding(plan.vocab_shards), create)
-        boxed, boxed_collections = _eval_shape(create)
+        create = under(padding(plan.vocab_shards), create)
+        boxed, boxed_collections = abstract_variables(create)
     if is_bare(boxed) and not plan.rules.patterns:
         raise ShardingError(
             f"no parameter of {model_name(model)} has logical axes, and the rules have no patterns",
             fix='annotate the model, or save what "shardlib explain MODEL" proposes and pass it as rules',
         )
-    abstract_params, abstract_collections = _unboxed(boxed), _unboxed(boxed_collections)
+    abstract_params, abstract_collections = unboxed(boxed), unboxed(boxed_collections)
     constants = _constants(loss, plan, abstract_params, abstract_collections, batch_spec)
     staging = _staging(*_with_constants(loss, batch_spec, constants), plan, boxed)
     stored = boxed if staging is None else staging.stored_shapes(boxed)
@@ -245,7 +244,7 @@ def bind(
         plan=plan,
         loss=loss,
         batch_spec=batch_spec,
-        init=lambda key: _unboxed(create(key)),
+        init=lambda key: unboxed(create(key)),
         abstract_params=abstract_params,
         logical_params=logical,
         params=params,
@@ -269,28 +268,13 @@ def bind(
     )
 
 
-def _padding(shards: int) -> Active:
-    """In force while a model is made whose vocabularies the rules pad."""
-    return Active(constrain=lambda x, names: x, ops={VOCAB_SHARDS: lambda: shards})
-
-
-def _padded(leaf: Any, like: Any) -> Any:
-    """The array with zeros up to a shape."""
-    widths = [(0, stored - size) for size, stored in zip(leaf.shape, like.shape, strict=True)]
-    return jax.numpy.pad(leaf, widths) if any(after for _, after in widths) else leaf
-
-
-def _unpadded(leaf: Any, like: Any) -> Any:
-    """The first entries, as many as a shape has."""
-    return leaf if leaf.shape == like.shape else leaf[tuple(map(slice, like.shape))]
-
-
 def _staging(loss: LossFunction, batch_spec: Any, plan: Plan, boxed: Any) -> Staging | None:
     """How a plan with a stage axis cuts the model; None for any other plan."""
     if not plan.is_pipeline:
         return None
     names = [leaf.names for leaf in array_leaves(boxed)]
-    return stage_model(loss, plan, _unboxed(boxed), batch_spec, names)
+    with unbound_axes_explained():
+        return stage_model(loss, plan, unboxed(boxed), batch_spec, names)
 
 
 def _constants(loss: LossFunction, plan: Plan, params: Any, collections: Any, batch_spec: Any) -> Any:
@@ -356,7 +340,7 @@ def _trace(
     )
     traced = under(in_force, loss)
     params = jax.eval_shape(lambda tree: cast(tree, plan.compute_dtype), params)
-    num_sums = _check_loss(traced, params, batches.abstract(batch_spec), collections)
+    num_sums = _check_loss(traced, params, batches.abstract(batch_spec), collections, manual=_manual_axes(plan))
     context = None
     if divides_sequence(plan.mesh):
         calls = [call for call in heard if isinstance(call, AttentionCall)]
@@ -374,17 +358,6 @@ def _trace(
             placement=plan.placement,
         )
     return tuple(entries.values()), num_sums, context
-
-
-def abstract_parameters(model: Any, batch_spec: Any, *, init: Callable[..., Any] | None = None) -> Any:
-    """The model's parameters as abstract arrays, boxes and NNX variables kept; nothing is allocated."""
-    return _eval_shape(_creator(model, batch_spec, init))[0]
-
-
-def model_name(model: Any) -> str:
-    """What errors call a model: its class, or the factory's name."""
-    factory = getattr(model, "func", model)
-    return getattr(factory, "__name__", type(model).__name__)
 
 
 def _check_patterns(params: Resolution) -> None:
@@ -438,7 +411,14 @@ def _key_notices() -> list[str]:
     ]
 
 
-def _check_loss(loss: LossFunction, params: Any, batch: Any, collections: Any) -> int:
+def _manual_axes(plan: Plan) -> tuple[str, ...]:
+    """Mesh axes that the step is manual over around the loss."""
+    lowering, _ = plan.chosen_lowering
+    axes = (STAGE, *DATA_LIKE) if plan.is_pipeline else DATA_LIKE if lowering == "explicit" else ()
+    return tuple(axis for axis in axes if axis in plan.mesh.names and plan.mesh.size(axis) > 1)
+
+
+def _check_loss(loss: LossFunction, params: Any, batch: Any, collections: Any, *, manual: tuple[str, ...]) -> int:
     """Traces the loss: a scalar or a `Loss`, whose weight does not depend on the parameters; counts its sums."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     seen: list[Sums] = []
@@ -447,7 +427,9 @@ def _check_loss(loss: LossFunction, params: Any, batch: Any, collections: Any) -
         seen.append(sums_of(loss, params, batch, rng, state=collections))
         return seen[0].weight, seen[0].state
 
-    jaxpr, (_, state) = jax.make_jaxpr(traced, return_shape=True)(params, batch, key, collections)
+    with unbound_axes_explained():
+        jaxpr, (_, state) = jax.make_jaxpr(traced, return_shape=True)(params, batch, key, collections)
+    check_sums(jaxpr, manual=manual)
     wanted = [True] * len(jax.tree.leaves(seen[0].weight)) + [False] * len(jax.tree.leaves(state))
     if any(inputs_used(jaxpr, wanted)[: len(jax.tree.leaves(params))]):
         raise ShardingError(
@@ -461,79 +443,3 @@ def _check_loss(loss: LossFunction, params: Any, batch: Any, collections: Any) -
             fix="return Loss(state=...) with the same structure, shapes and dtypes; or no state for a model without",
         )
     return len(jax.tree.leaves(replace(seen[0], state=None)))
-
-
-def _creator(model: Any, batch_spec: Any, init: Callable[..., Any] | None) -> Callable[[Any], Any]:
-    """PRNG key -> (the model's parameters, its other collections or None), boxes and variables included."""
-    if isinstance(model, nn.Module):
-        return lambda key: _linen_variables(model, key, batch_spec, init)
-    if isinstance(model, nnx.Module):
-        variables = _nnx_variables(model)
-        return lambda key: variables
-    if callable(model):
-        return lambda key: _nnx_variables(_call_factory(model, key))
-    raise ShardingError(
-        f"{type(model).__name__} is not a Flax model",
-        fix="give a linen module, an NNX module, or a callable that takes nnx.Rngs and returns an NNX module",
-    )
-
-
-def _nnx_variables(module: nnx.Module) -> tuple[Any, Any]:
-    """Parameters, and all other variables but random state, which the loss brings itself."""
-    params, _, others = nnx.state(module, nnx.Param, nnx.RngState, ...)
-    return params, others if jax.tree.leaves(others) else None
-
-
-def _call_factory(factory: Callable[..., Any], key: Any) -> nnx.Module:
-    module = factory(rngs=nnx.Rngs(key)) if "rngs" in _parameters(factory) else factory(nnx.Rngs(key))
-    if not isinstance(module, nnx.Module):
-        raise ShardingError(f"the model factory returned {type(module).__name__}, not an nnx.Module")
-    return module
-
-
-def _linen_variables(model: nn.Module, key: Any, batch_spec: Any, init: Callable[..., Any] | None) -> tuple[Any, Any]:
-    params_key, dropout_key = jax.random.split(key)
-    keys = {"params": params_key, "dropout": dropout_key}
-    zeros = jax.tree.map(lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype), batches.abstract(batch_spec))
-    variables = dict(init(keys, zeros) if init else model.init(keys, **_call_arguments(model, zeros, batch_spec)))
-    params = variables.pop("params")
-    return params, variables or None
-
-
-def _call_arguments(model: nn.Module, batch: Any, batch_spec: Any) -> dict[str, Any]:
-    """The batch entries that the module's call takes by name, or the spec's first entry for its first argument."""
-    parameters = _parameters(type(model).__call__)
-    names = [name for name in parameters if name != "self"]
-    if isinstance(batch, dict):
-        found = {name: batch[name] for name in names if name in batch}
-        if found:
-            return found
-        if names and batch:
-            return {names[0]: batch[next(iter(batch_spec))]}  # the batch itself went through JAX, which sorts keys
-    raise ShardingError(
-        f"{type(model).__name__}.__call__ takes ({', '.join(names)}), and the batch spec is no dict with such entries",
-        fix="make batch_spec a dict with those names, or pass init=lambda keys, batch: model.init(keys, ...)",
-    )
-
-
-def _parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def _eval_shape(create: Callable[[Any], Any]) -> Any:
-    try:
-        return jax.eval_shape(create, jax.eval_shape(lambda: jax.random.key(0)))
-    except ValueError as error:
-        if isinstance(error, ShardingError) or "mesh context" not in str(error):
-            raise
-        raise ShardingError(
-            f"the model cannot be built without a mesh: {error}",
-            fix="name axes with annotate.nnx_logical(init, ...): its metadata needs no mesh",
-        ) from error
-
-
-def _unboxed(tree: Any) -> Any:
-    # Not nn.unbox: Flax's own boxes would apply their own constraints under an ambient mesh.
-    is_box = lambda node: isinstance(node, meta.AxisMetadata)  # noqa: E731
-    unbox = lambda node: getattr(node, "value", None) if is_box(node) else node  # noqa: E731
-    return jax.tree.map(unbox, tree, is_leaf=is_box)

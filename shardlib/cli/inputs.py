@@ -18,7 +18,7 @@ import optax
 from meshes.errors import ShardingError
 from meshes.shape import INFERRED, MeshShape
 from shardlib.batch_spec import resized
-from shardlib.binding import Bound, abstract_parameters, bind
+from shardlib.binding import Bound, bind
 from shardlib.cli.microbatches import provisional
 from shardlib.cli.model import Loaded, import_object
 from shardlib.cli.plan_options import OF_PIPELINES
@@ -27,6 +27,7 @@ from shardlib.explanation import Explanation
 from shardlib.plan import STAGE, Plan
 from shardlib.rules import Rules
 from shardlib.strategies import default_rules
+from shardlib.variables import abstract_parameters
 
 _BATCH: Final = re.compile(r"'batch': size ([0-9]+) not divisible by ([a-z_A-Z0-9= ]+)")
 _MICROBATCHES: Final = re.compile(r"fix: [a-z0-9_]+ with stages=[0-9]+, chunks=([0-9]+), microbatches=([0-9]+)")

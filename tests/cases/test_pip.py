@@ -252,10 +252,15 @@ def test_bn_03_statistics_of_microbatches_are_refused():
             norm = nn.BatchNorm(scale_init=annotate.logical(one, None), bias_init=annotate.logical(zero, None))
             return norm(x, use_running_average=False)
 
-    loss = lambda params, batch, rng, collections: sl.Loss(total=0.0, weight=1.0, state=collections)  # noqa: E731
+    module = Normalised()
+
+    def loss(params, batch, rng, collections):
+        y, updated = module.apply({"params": params, **collections}, batch["x"], mutable=["batch_stats"])
+        return sl.Loss(total=(y**2).sum(), weight=float(y.size), state=updated)
+
     plan = sl.Plan(mesh="stage=2", num_microbatches=4)
     with pytest.raises(ShardingError) as caught:
-        sl.bind(Normalised(), loss, plan, {"x": rows(8, 2)})
+        sl.bind(module, loss, plan, {"x": rows(8, 2)})
     text = str(caught.value)
     assert "the loss updates state over the whole batch" in text
     assert "the plan cuts the batch (4 microbatches): statistics of a part are not those of the batch" in text

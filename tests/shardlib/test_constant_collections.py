@@ -88,5 +88,5 @@ def test_equals_one_device(plan):
 
 @pytest.mark.parametrize("plan", ["accumulation", "pipeline"])
 def test_collections_that_change_are_refused(plan):
-    with pytest.raises(ShardingError, match="updates state over the whole batch .*offset.*, and the plan cuts"):
+    with pytest.raises(ShardingError, match=r"updates state over the whole batch .*offset.*, and the plan cuts"):
         bound(changes=True, **PLANS[plan])
