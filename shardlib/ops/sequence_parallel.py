@@ -95,14 +95,13 @@ def sequence_parallel(
         def mlp(weights, x):
             return jax.nn.gelu(x @ weights["up"]) @ weights["down"]
 
-        # In a linen or NNX layer: scale ("embed",), up ("embed", "mlp") and down ("mlp", "embed") are its parameters.
+        # scale ("embed",), up ("embed", "mlp") and down ("mlp", "embed") are parameters of a linen or NNX layer.
         specs = {"up": P(None, "tensor"), "down": P("tensor", None)}
         x = x + sequence_parallel(
             x, before=norm, whole=scale, work=mlp, weights={"up": up, "down": down}, weight_specs=specs
         )
 
-    Source: Korthikanti et al. 2022 (2205.05198) section 4.2.2; keep="parts" is its equation for storing only the
-        shard's part of the products' input.
+    Source: Korthikanti et al. 2022 (2205.05198) section 4.2.2; its layers keep parts and gather again.
     """
     where = _find(axis, batch_axes=batch_axes, length_axes=length_axes, mesh=mesh)
     leaves, tree = jax.tree.flatten(weights)

@@ -1,4 +1,4 @@
-"""Field troubles over a divided sequence: groups SEQ, GQA-6, GQA-7 and NRM-7, as far as attention meets them."""
+"""Field troubles over a divided sequence: groups SEQ, GQA-6, GQA-7 and NRM-7, by op; whole models: test_seq_models."""
 
 import functools
 
@@ -9,12 +9,21 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshes import make_mesh
+from meshes import MeshShape, make_mesh
 from meshes.errors import ShardingError
+from models import gpt
+from shardlib import annotate
 from shardlib.audit.hlo import parse
+from shardlib.binding import bind
+from shardlib.decide import decide, spec_of
 from shardlib.ops.context_attention import context_attention
 from shardlib.ops.context_layout import document_positions, inverse, next_tokens, order, reorder
-from tests.oracle import assert_trees_equal
+from shardlib.ops.sequence_parallel import sequence_parallel, summed_gradients
+from shardlib.plan import Plan
+from shardlib.strategies import default_rules
+from shardlib.trainer import Trainer
+from shardlib.tree_paths import leaves_with_paths
+from tests.oracle import OPTIMIZERS, SIZES, assert_trees_equal, token_batch
 from tests.sequences import HEAD_DIM, QUICK, alone, arrays, divided, one_device, run
 
 
@@ -109,6 +118,101 @@ def test_seq_07_seven_tokens_on_two_shards(causal):
     assert_trees_equal(found, alone(real, causal=causal), "seven tokens")
 
 
+def rms_norm(scale, x):
+    return x * jax.lax.rsqrt((x**2).mean(axis=-1, keepdims=True) + 1e-6) * scale[None, None]
+
+
+def attention(weights, x):
+    """Causal, of the heads at hand; a part of a sum over heads."""
+    query, key, value = (jnp.einsum("ble,ehd->blhd", x, kernel) for kernel in weights["qkv"])
+    return jnp.einsum("blhd,hde->ble", annotate.attention(query, key, value, causal=True), weights["out"])
+
+
+def mlp(weights, x):
+    """Of the hidden units at hand; a part of a sum over them."""
+    return jax.nn.gelu(x @ weights["up"]) @ weights["down"]
+
+
+HALVES = {
+    "attention": (attention, {"qkv": P(None, None, "tensor"), "out": P("tensor")}),
+    "mlp": (mlp, {"up": P(None, "tensor"), "down": P("tensor")}),
+}
+
+
+def block_and_norm():
+    """Parameters of one block and a last norm, x and the cotangent of the result."""
+    draw = np.random.default_rng(8)
+    make = lambda *shape: draw.normal(size=shape).astype(np.float32) / 2  # noqa: E731
+    weights = {
+        "attention": {"qkv": make(3, 16, 4, 4), "out": make(4, 4, 16)},
+        "mlp": {"up": make(16, 32), "down": make(32, 16)},
+    }
+    norms = {name: 1 + make(16) for name in (*HALVES, "last")}
+    return {"weights": weights, "norms": norms}, make(2, 16, 16), make(2, 16, 16)
+
+
+def test_seq_08_norm_gradients_in_a_manual_region():
+    """Each device's gradient of each norm, of a block and a last norm on the device's own quarter of the tokens."""
+    parameters, x, cotangent = block_and_norm()
+
+    def divided(parameters, x, *, last_norm=summed_gradients):
+        for name, (work, specs) in HALVES.items():
+            given = {"weights": parameters["weights"][name], "whole": parameters["norms"][name]}
+            x = x + sequence_parallel(x, before=rms_norm, work=work, weight_specs=specs, **given)
+        return rms_norm(last_norm(parameters["norms"]["last"]), x)
+
+    def whole(parameters, x):
+        for name, (work, _) in HALVES.items():
+            x = x + work(parameters["weights"][name], rms_norm(parameters["norms"][name], x))
+        return rms_norm(parameters["norms"]["last"], x)
+
+    def by_device(parameters, x, cotangent, **options):
+        gradient = jax.vjp(functools.partial(divided, **options), parameters, x)[1](cotangent)[0]
+        return jax.tree.map(lambda leaf: leaf[None], gradient["norms"]), gradient["weights"]
+
+    def found(**options):
+        specs = {name: half[1] for name, half in HALVES.items()}
+        region = jax.shard_map(
+            functools.partial(by_device, **options),
+            mesh=make_mesh("tensor=4"),
+            in_specs=({"weights": specs, "norms": P()}, P(None, "tensor"), P(None, "tensor")),
+            out_specs=(P("tensor"), specs),
+            check_vma=False,
+        )
+        return jax.tree.map(np.asarray, run(region, parameters, x, cotangent))
+
+    truth = run(lambda *given: jax.vjp(whole, *given[:2])[1](given[2])[0], parameters, x, cotangent)
+    norms, weights = found()
+    for name, leaf in norms.items():
+        assert (leaf == leaf[:1]).all(), name
+    norms = {name: leaf[0] for name, leaf in norms.items()}
+    assert_trees_equal({"weights": weights, "norms": norms}, jax.tree.map(np.asarray, truth), "norms")
+    # The trouble itself: without the sum, each device has the gradient of its own tokens.
+    unsummed = found(last_norm=lambda scale: scale)[0]["last"]
+    assert not (unsummed == unsummed[:1]).all()
+    np.testing.assert_allclose(unsummed.sum(axis=0), truth["norms"]["last"], rtol=1e-4, atol=1e-4)
+
+
+def test_seq_08_norm_gradients_under_a_plan():
+    """The same for a GPT, whose stream the rules of the tensor axis divide along its length."""
+
+    def gradient(mesh):
+        module, loss, spec = gpt.small(batch=4, **{**SIZES, "layers": 1})
+        trainer = Trainer(bind(module, loss, Plan(mesh=mesh), spec), OPTIMIZERS["sgd"])
+        state, _ = trainer.step(trainer.init(jax.random.key(0)), token_batch(0, batch=4))
+        return state.opt_state[0].grads
+
+    stream = decide(("batch", "length", "embed"), (4, 16, 32), rules=default_rules(), mesh=MeshShape.parse("tensor=4"))
+    assert spec_of(stream) == P(None, "tensor", None)
+    found, wanted = gradient("tensor=4"), gradient("data=1")
+    norms = [(path, leaf) for path, leaf in leaves_with_paths(found) if "norm" in path]
+    assert len(norms) == 6
+    for path, leaf in norms:
+        first, *others = [np.asarray(shard.data) for shard in leaf.addressable_shards]
+        assert len(others) == 3 and all((first == other).all() for other in others), path
+    assert_trees_equal(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, wanted), "gradient")
+
+
 def test_seq_09_dims_are_divided_by_name():
     mesh = make_mesh("context=2")
     axes = {
@@ -136,14 +240,29 @@ def test_seq_10_both_exchanges_see_the_order_of_tokens(placement):
     assert_trees_equal(found, alone(operands, causal=True), placement)
 
 
+def wrong_running_sums(mesh, *, count=jnp.cumsum):
+    """A self-test at start: the masks whose running sums along a divided dim are not NumPy's on this mesh and backend.
+
+    Positions are such sums, of all ones, or of a mask with padding on the left.
+    """
+    placed = NamedSharding(mesh, P("data", "context"))
+    at = np.arange(1024)[None]
+    masks = {"ones": np.ones((8, 1024), np.int32), "padded": (at >= np.arange(8)[:, None] * 100).astype(np.int32)}
+    running = jax.jit(lambda mask: count(mask, axis=1), in_shardings=placed, out_shardings=placed)
+    found = {name: np.asarray(running(mask)) for name, mask in masks.items()}
+    assert (np.cumsum(masks["ones"], axis=1) == at + 1).all()
+    return [name for name, mask in masks.items() if not np.array_equal(found[name], np.cumsum(mask, axis=1))]
+
+
 def test_seq_11_positions_from_a_mask():
     mesh = make_mesh("data=4,context=2")
-    placed = NamedSharding(mesh, P("data", "context"))
-    count = jax.jit(lambda mask: jnp.cumsum(mask, axis=1), in_shardings=placed, out_shardings=placed)
-    ones = np.ones((8, 1024), np.int32)
-    left = (np.arange(1024)[None] >= np.arange(8)[:, None] * 100).astype(np.int32)
-    for mask in (ones, left):
-        assert (np.asarray(count(mask)) == np.cumsum(mask, axis=1)).all()
+    assert wrong_running_sums(mesh) == []
+
+    def each_part_alone(mask, axis):
+        count = functools.partial(jnp.cumsum, axis=axis)
+        return jax.shard_map(count, mesh=mesh, in_specs=P("data", "context"), out_specs=P("data", "context"))(mask)
+
+    assert wrong_running_sums(mesh, count=each_part_alone) == ["ones", "padded"]
 
 
 def test_seq_12_padding_is_not_attended():
