@@ -3,6 +3,7 @@
 import functools
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +11,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import shardlib as sl
 from meshes import ShardingError, make_mesh
+from models import gpt
+from shardlib import annotate
 from shardlib.audit.hlo import parse
 from shardlib.ops import sequence_parallel as module
 from shardlib.ops.sequence_parallel import sequence_parallel, summed_gradients
+from tests import oracle
 from tests.moving import QUICK
 from tests.oracle import assert_trees_equal
 
@@ -208,6 +213,59 @@ def test_bfloat16_is_summed_in_float32(mesh):
     assert {leaf.dtype for leaf in jax.tree.leaves(found)} == {jnp.bfloat16.dtype}
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted("mlp")), strict=True):
         assert np.abs(a.astype(np.float32) - b).max() <= 0.05 * np.abs(b).max()
+
+
+class MLPHalf(nn.Module):
+    """A GPT's MLP with its norm, written with the op."""
+
+    config: gpt.Config
+
+    @nn.compact
+    def __call__(self, x):
+        sizes = {"embed": self.config.embed, "mlp": self.config.mlp}
+
+        def parameter(name, init, *axes):
+            return self.param(name, annotate.logical(init, *axes), tuple(sizes[axis] for axis in axes))
+
+        scale, bias, out = (parameter(name, gpt.ONES, "embed") for name in ("scale", "bias", "out"))
+        up, down = parameter("up", gpt.MATRIX, "embed", "mlp"), parameter("down", gpt.MATRIX, "mlp", "embed")
+        weights = {"up": up, "hidden": parameter("hidden", gpt.ZEROS, "mlp"), "down": down}
+        return half("mlp", x, {"scale": scale, "bias": bias, "out": out}, weights, keep="parts")
+
+
+class Block(nn.Module):
+    """A layer of a GPT with that MLP."""
+
+    config: gpt.Config
+    deterministic: bool
+
+    @nn.compact
+    def __call__(self, x, _):
+        c = self.config
+        update = gpt.Attention(c, name="attention")(gpt.norm(c, "attention_norm")(x))
+        x = annotate.constrain(x + update, "batch", "length", "embed")
+        return annotate.constrain(x + MLPHalf(c, name="mlp")(x), "batch", "length", "embed"), None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {"mesh": "data=2,tensor=4"},
+        {"mesh": "fsdp=2,tensor=4", "lowering": "explicit", "num_microbatches": 2},
+        {"mesh": "stage=2,data=2,tensor=2", "num_microbatches": 2},
+    ],
+)
+def test_in_a_model_under_a_plan(monkeypatch, plan):
+    """The same model text under the automatic and the explicit lowering and a pipeline."""
+    monkeypatch.setattr(gpt, "Block", Block)
+
+    def trained(**plan):
+        made, loss, spec = gpt.small(batch=oracle.BATCH, **oracle.SIZES)
+        trainer = sl.Trainer(sl.bind(made, loss, sl.Plan(**plan), spec), oracle.OPTIMIZERS["sgd"])
+        return oracle.run(trainer, trainer.init(jax.random.key(0)), num_steps=2)
+
+    oracle.assert_equal_to_one_device(trained(**plan), trained(mesh="data=1"))
 
 
 def placed(spec, leaf, *, mesh):
