@@ -33,6 +33,7 @@ from shardlib.context import (
     check_slot,
     choose_context,
     divides_sequence,
+    kernel_lines,
 )
 from shardlib.cost.promises import Arrays, PromisedCollective, Stages, promised
 from shardlib.decide import Decision, Names, split_blocks
@@ -75,6 +76,7 @@ class Bound:
         notices: what is legal and still worth saying about rules and arrays.
         staging: how the layers are staged; None without a stage axis.
         context: how sequences are divided; None without a context axis.
+        kernels: which kernels compute attention, by target, in words.
         constants: the collections, abstract, where the loss does not change them and the plan cuts the batch; else
             None.
     """
@@ -95,6 +97,7 @@ class Bound:
     notices: tuple[str, ...]
     staging: Staging | None = None
     context: ContextUse | None = None
+    kernels: tuple[str, ...] = ()
     constants: Any = None
 
     @property
@@ -126,7 +129,7 @@ class Bound:
             activations=self.activations,
             gradient_bytes=tree_bytes(self.stored_params, state_like, self.plan.mesh),
             optimizer=state.entries,
-            choices=(*self.plan.choices, *self._context_lines()),
+            choices=(*self.plan.choices, *self._context_lines(), *self.kernels),
             promises=self.promised(),
             notices=(*self.notices, *zero_notices, *state.notices, *(facts.notices if facts else ())),
             pipeline=facts,
@@ -237,7 +240,9 @@ def bind(
     batch = resolve(batch_spec, plan.rules, mesh)
     collections = _resolve_collections(boxed_collections, plan)
     _check_patterns(params)
-    activations, num_sums, context = _trace(loss, plan, abstract_params, batch_spec, abstract_collections, logical)
+    activations, num_sums, context, kernels = _trace(
+        loss, plan, abstract_params, batch_spec, abstract_collections, logical
+    )
     unused = _unused_axes(plan)  # last: what is wrong with one rule or array says more
     named = (*params.entries, *batch.entries, *activations)
     return Bound(
@@ -264,6 +269,7 @@ def bind(
         ),
         staging=staging,
         context=context,
+        kernels=kernels,
         constants=constants,
     )
 
@@ -317,11 +323,12 @@ def _resolve_collections(boxed: Any, plan: Plan) -> Resolution | None:
 
 def _trace(
     loss: LossFunction, plan: Plan, params: Any, batch_spec: Any, collections: Any, logical: Any
-) -> tuple[tuple[Entry, ...], int, ContextUse | None]:
+) -> tuple[tuple[Entry, ...], int, ContextUse | None, tuple[str, ...]]:
     """Traces the loss once under the rules and checks it.
 
     Returns:
-        The distinct activations it names, how many sums it makes, and how its attention runs on divided sequences.
+        The distinct activations it names, how many sums it makes, how its attention runs on divided sequences, and by
+        which kernels, in words.
     """
     entries: dict[tuple[Names, tuple[int, ...]], Entry] = {}
 
@@ -341,9 +348,8 @@ def _trace(
     traced = under(in_force, loss)
     params = jax.eval_shape(lambda tree: cast(tree, plan.compute_dtype), params)
     num_sums = _check_loss(traced, params, batches.abstract(batch_spec), collections, manual=_manual_axes(plan))
-    context = None
+    context, calls = None, [call for call in heard if isinstance(call, AttentionCall)]
     if divides_sequence(plan.mesh):
-        calls = [call for call in heard if isinstance(call, AttentionCall)]
         lengths = {leaf.shape[leaf.axes.index(LENGTH)] for leaf in batches.with_axis(batch_spec, LENGTH)}
         for length in lengths | {call.query[1] for call in calls}:
             check_slot(loss, logical, batch_spec, collections, length=length, shards=plan.mesh.size(CONTEXT))
@@ -357,7 +363,8 @@ def _trace(
             kind=plan.attention,
             placement=plan.placement,
         )
-    return tuple(entries.values()), num_sums, context
+    lines = kernel_lines(calls, context) if plan.kernels == "fused" else ()
+    return tuple(entries.values()), num_sums, context, lines
 
 
 def _check_patterns(params: Resolution) -> None:

@@ -123,6 +123,7 @@ def _automatic(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num
             sum_dtype=plan.tensor_reduce_dtype,
             vocab_shards=plan.vocab_shards,
             context=specs.context,
+            kernels=plan.kernels == "fused",
         ),
         loss,
     )
@@ -229,6 +230,7 @@ def _inside(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, *, hid
         sum_dtype=plan.tensor_reduce_dtype,
         vocab_shards=plan.vocab_shards,
         context=specs.context,
+        kernels=plan.kernels == "fused",
     )
     if plan.vocabulary == "spread":
         in_force = with_spread_slots(in_force, stage=STAGE, parts=plan.mesh.size(STAGE))

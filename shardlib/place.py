@@ -111,7 +111,9 @@ def active(
     )
     by_position = lambda x, dim: x  # noqa: E731
     if context is not None and divides_sequence(visible):
-        attention = _divided_attention(context, rules=rules, visible=visible, mesh=None if manual else mesh)
+        attention = _divided_attention(
+            context, rules=rules, visible=visible, mesh=None if manual else mesh, kernels=kernels
+        )
         if context.placement != "contiguous":
             by_position = lambda x, dim: jnp.take(x, context.order(x.shape[dim]), axis=dim)  # noqa: E731
     ops: dict[str, Any] = {"attention": attention, "by_position": by_position}
@@ -124,13 +126,14 @@ def active(
 
 
 def _divided_attention(
-    context: ContextUse, *, rules: Rules, visible: MeshShape, mesh: Mesh | AbstractMesh | None
+    context: ContextUse, *, rules: Rules, visible: MeshShape, mesh: Mesh | AbstractMesh | None, kernels: bool
 ) -> Callable[..., jax.Array]:
     """The attention slot where sequences are divided.
 
     Args:
         visible: the mesh, axes that are divided by already at size 1.
         mesh: None inside a manual region.
+        kernels: attention uses the kernels of the platform where they take its calls.
     """
 
     def attention(query, key, value, **options):
@@ -146,6 +149,7 @@ def _divided_attention(
             batch_axes=decisions[0].mesh_axes,
             head_axes=decisions[2].mesh_axes,
             mesh=mesh,
+            kernels=kernels,
             **options,
         )
 

@@ -27,6 +27,7 @@ Balance = Literal["even", "cost"]
 Attention = Literal["ring", "all_to_all", "gather"]
 Vocabulary = Literal["gathered", "spread"]
 Placement = Literal["contiguous", "zigzag", "striped"]
+Kernels = Literal["fused", "reference"]
 DATA: Final = "data"
 STAGE: Final = "stage"
 
@@ -67,6 +68,8 @@ class Plan:
             heads for whole sequences, "gather" collects keys and values. None chooses by bytes.
         placement: which device holds which tokens: "contiguous", "zigzag" (an early and a late part) or "striped".
             None takes what balances the work, where the model can follow.
+        kernels: attention by the "fused" kernels of the platform that a step is compiled for, where they take its
+            calls, or by the "reference" everywhere.
 
     Raises:
         ShardingError: every option that cannot be, listed.
@@ -91,6 +94,7 @@ class Plan:
     vocabulary: Vocabulary = "gathered"
     attention: Attention | None = None
     placement: Placement | None = None
+    kernels: Kernels = "fused"
 
     def __post_init__(self):
         # Text is accepted for the mesh because people write it by hand; the field is always a MeshShape.
@@ -354,4 +358,5 @@ _CHOICES: Final[dict[str, tuple[Any, ...]]] = {
     "vocabulary": get_args(Vocabulary),
     "attention": (None, *get_args(Attention)),
     "placement": (None, *get_args(Placement)),
+    "kernels": get_args(Kernels),
 }

@@ -221,7 +221,12 @@ class Trainer:
             compare: Any = lambda *given: [run(*given).metrics() for run in runs]  # noqa: E731
         else:
             in_force = active(
-                rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, vocab_shards=plan.vocab_shards, context=context
+                rules,
+                self.mesh,
+                sum_dtype=plan.tensor_reduce_dtype,
+                vocab_shards=plan.vocab_shards,
+                context=context,
+                kernels=plan.kernels == "fused",
             )
             compare = compared(self._loss, dims, active=in_force, compute_dtype=plan.compute_dtype)
         with jax.set_mesh(self.mesh):
@@ -295,7 +300,12 @@ class Trainer:
         wanted = self.state_shardings
         placed = shardings(resolve(spec, rules, self.mesh).specs, self.mesh)
         in_force = active(
-            rules, self.mesh, sum_dtype=plan.tensor_reduce_dtype, vocab_shards=plan.vocab_shards, context=context
+            rules,
+            self.mesh,
+            sum_dtype=plan.tensor_reduce_dtype,
+            vocab_shards=plan.vocab_shards,
+            context=context,
+            kernels=plan.kernels == "fused",
         )
         step: Any = eval_step(self._loss, active=in_force, compute_dtype=plan.compute_dtype)
         if plan.is_pipeline:

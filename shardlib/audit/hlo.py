@@ -6,8 +6,9 @@ In: `compiled.as_text()`. Out: a `Program`, or an error that quotes the line it 
     program.collectives[0].kind    # "all-reduce"
 """
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -271,11 +272,15 @@ def _check(collective: Collective, *, instruction: Instruction, module: Module) 
     if not collective.operands or not collective.results:
         raise instruction.error("this collective has no operand or no result")
     sizes = {len(group) for group in collective.groups}
-    scaled = {"all-gather": collective.operand_bytes, "reduce-scatter": collective.result_bytes}.get(collective.kind)
+    # Reductions are compared by elements: the TPU compiler makes some whose result has another dtype.
+    is_reduction = collective.kind in ("all-reduce", "reduce-scatter")
+    given = _num_elements(collective.operands) if is_reduction else collective.operand_bytes
+    made = _num_elements(collective.results) if is_reduction else collective.result_bytes
+    scaled = {"all-gather": given, "reduce-scatter": made}.get(collective.kind)
     if scaled is not None and len(sizes) != 1:
         raise instruction.error("its groups differ in size")
-    whole = collective.result_bytes if collective.kind == "all-gather" else collective.operand_bytes
-    expected = scaled * max(sizes) if scaled is not None else collective.result_bytes
+    whole = made if collective.kind == "all-gather" else given
+    expected = scaled * max(sizes) if scaled is not None else made
     if collective.kind != "ragged-all-to-all" and whole != expected:
         what = f"{collective.operand_bytes} bytes in, {collective.result_bytes} bytes out, groups of {sizes or 'pairs'}"
         raise instruction.error(f"sizes that contradict each other: {what}")
@@ -286,3 +291,7 @@ def _source(instruction: Instruction, *, module: Module) -> tuple[tuple[str, int
     if inline:
         return ((inline[1], int(inline[2])),)
     return module.frames.get(int(frame[1]), ()) if frame else ()
+
+
+def _num_elements(shapes: Sequence[Shape]) -> int:
+    return sum(math.prod(shape.dims) for shape in shapes)

@@ -12,6 +12,7 @@ from shardlib.cli.plan_options import (
     Chunks,
     Dtype,
     Idle,
+    Kernels,
     Lowering,
     Mesh,
     Microbatches,
@@ -49,6 +50,7 @@ def explain(
     balance: Balance = None,
     vocabulary: Vocabulary = None,
     attention: Attention = None,
+    kernels: Kernels = None,
     placement: Placement = None,
     json: Json = False,
     json_schema: JsonSchema = False,
@@ -86,6 +88,7 @@ def explain(
         balance=balance,
         vocabulary=vocabulary,
         attention=attention,
+        kernels=kernels,
         placement=placement,
     )
     meshes = [mesh] if versus is None else [mesh, versus]

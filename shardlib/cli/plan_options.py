@@ -66,11 +66,15 @@ Balance = Annotated[
 ]
 Vocabulary = Annotated[
     Literal["gathered", "spread"] | None,
-    typer.Option(help="Of a pipeline: gathered once per step, or spread over the stages."),
+    typer.Option(help="Of a pipeline: once per step, or in parts."),
 ]
 Attention = Annotated[
     Literal["ring", "all_to_all", "gather"] | None,
     typer.Option(help="Over a context axis; chosen by the bytes it sends otherwise."),
+]
+Kernels = Annotated[
+    Literal["fused", "reference"] | None,
+    typer.Option(help="Of attention: the target's, or plain XLA."),
 ]
 Placement = Annotated[
     Literal["contiguous", "zigzag", "striped"] | None,
@@ -89,6 +93,7 @@ def plan_changes(
     lowering: str | None,
     random_slices: int | None,
     attention: str | None,
+    kernels: str | None,
     placement: str | None,
     **pipeline: Any,
 ) -> dict[str, Any]:
@@ -105,6 +110,7 @@ def plan_changes(
         "lowering": lowering,
         "random_slices": random_slices,
         "attention": attention,
+        "kernels": kernels,
         "placement": placement,
         **pipeline,
     }

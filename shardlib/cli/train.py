@@ -24,6 +24,7 @@ from shardlib.cli.plan_options import (
     Chunks,
     Dtype,
     Idle,
+    Kernels,
     Lowering,
     Mesh,
     Microbatches,
@@ -82,6 +83,7 @@ def train(
     balance: Balance = None,
     vocabulary: Vocabulary = None,
     attention: Attention = None,
+    kernels: Kernels = None,
     placement: Placement = None,
     eval_every: Annotated[
         int | None,
@@ -110,6 +112,7 @@ def train(
         balance=balance,
         vocabulary=vocabulary,
         attention=attention,
+        kernels=kernels,
         placement=placement,
     )
     make_plan = lambda plan_from: plan_from(mesh, file=plan, rules=rules, changes=changes)  # noqa: E731

@@ -31,6 +31,7 @@ def all_to_all_attention(
     segment_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
     largest_tile: int = LARGEST_TILE,
+    kernels: bool = True,
 ) -> jax.Array:
     """Softmax attention over a sequence divided over one or two mesh axes; the rest as for `ring_attention`.
 
@@ -44,7 +45,7 @@ def all_to_all_attention(
         placement: of the sequence over the ring axis, its shards then cut into equal runs over `axis`.
         mask: [batch or 1, heads or 1, 1, keys]: a padding mask. A mask with rows would be gathered to
             [length, length] on each device and is refused; segment ids and windows are not.
-        causal, window, segment_ids, positions, largest_tile: as for `ring_attention`.
+        causal, window, segment_ids, positions, largest_tile, kernels: as for `ring_attention`.
 
     Returns:
         [batch, length_local, heads, head_dim], of the query's dtype.
@@ -84,6 +85,7 @@ def all_to_all_attention(
         segment_ids=segment_ids,
         positions=positions,
         largest_tile=largest_tile,
+        kernels=kernels,
     )
     return jax.lax.all_to_all(out, axis, split_axis=1, concat_axis=2, tiled=True)
 

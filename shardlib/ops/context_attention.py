@@ -51,6 +51,7 @@ def context_attention(
     head_axes: tuple[str, ...] = (),
     mesh: Mesh | AbstractMesh | None = None,
     largest_tile: int = LARGEST_TILE,
+    kernels: bool = True,
 ) -> jax.Array:
     """Attention with the sequence over `axis`, the batch over `batch_axes` and the heads over `head_axes`.
 
@@ -65,7 +66,7 @@ def context_attention(
         kind: one of `KINDS`.
         axis: the context axis; for the hybrid (ring axis, all-to-all axis).
         placement: one of `context_layout.PLACEMENTS`, over the ring.
-        causal, window, largest_tile: as for `ring_attention`.
+        causal, window, largest_tile, kernels: as for `ring_attention`.
         mask: [batch or 1, heads or 1, length or 1, keys], boolean, rows and columns in the order of the placement.
         segment_ids: [batch, length], integer.
         positions: [batch or 1, length], integer, in place of the placement's.
@@ -95,6 +96,7 @@ def context_attention(
         causal=causal,
         window=window,
         largest_tile=largest_tile,
+        kernels=kernels,
     )
     labels = {
         "mask": (mask, (batch, heads, length, ())),

@@ -10,6 +10,7 @@ from typing import Literal
 
 Tensors = Literal[
     "split parameters",  # parameters that the axis splits, made whole where they are used
+    "spread vocabulary",  # of embedding and head that all stages compute together: rows, messages, statistics
     "split gradients",  # gradients of which each device keeps a part along the axis
     "whole gradients",  # the other gradients
     "updated parameters",  # parameters that are whole along the axis while their optimizer state is split by it

@@ -309,6 +309,12 @@ def test_operands_with_types_and_comments_and_no_percent_signs():
     assert found.groups == (tuple(range(8)),)
 
 
+def test_a_reduction_with_a_result_of_another_dtype():
+    """As the TPU compiler makes of a maximum in bfloat16."""
+    found = only(synthetic(f"r = bf16[16] all-reduce(%x), {GLOBAL}, replica_groups={{}}"))
+    assert (found.operand_bytes, found.result_bytes) == (64, 32)
+
+
 def test_groups_of_replicas_join_all_partitions():
     text = SYNTHETIC.replace("num_partitions=8", "replica_count=2, num_partitions=4")
     joined = "%r = f32[16]{0} all-reduce(%x), channel_id=1, replica_groups={{0},{1}}, to_apply=%add"
