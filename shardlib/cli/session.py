@@ -5,6 +5,7 @@ In: what the options say. Out: runs and their summaries.
     session = Session(model=loaded, ...); run = session.train(session.bind(shape), 100)
 """
 
+import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,6 +23,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from meshes.build import make_mesh, shape_of
 from meshes.errors import ShardingError
 from meshes.shape import INFERRED, MeshShape
+from shardlib.audit.joined_layouts import check_joined_layouts
+from shardlib.audit.running_sums import check_running_sums
 from shardlib.batch_spec import is_spec
 from shardlib.binding import Bound
 from shardlib.cli.inputs import bind_model
@@ -72,6 +75,7 @@ class Session:
             note(f"notice: {notice}")
         batch, length = self.batch_spec["inputs"].shape
         mesh = _mesh(bound.plan.mesh, self.devices)
+        _check_backend(mesh)
         corpus, held_out = self.corpus, None
         if self.eval_every is not None:
             corpus, held_out = self.corpus.split(length=length, held_out=EVAL_WINDOWS)
@@ -141,6 +145,13 @@ def reserve_devices(shape: MeshShape, devices: str) -> None:
 def with_sizes(plan: Plan, devices: str) -> Plan:
     """The plan with a mesh without -1; that counts devices, so it starts the backend."""
     return plan if INFERRED not in plan.mesh.sizes else replace(plan, mesh=shape_of(_mesh(plan.mesh, devices)))
+
+
+@functools.cache
+def _check_backend(mesh: Mesh) -> None:
+    """Self-tests: what partitioners have got wrong is right on this mesh, by this JAX."""
+    check_joined_layouts(mesh)
+    check_running_sums(mesh)
 
 
 def _mesh(shape: MeshShape, devices: str) -> Mesh:

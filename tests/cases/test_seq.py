@@ -14,6 +14,7 @@ from meshes.errors import ShardingError
 from models import gpt
 from shardlib import annotate
 from shardlib.audit.hlo import parse
+from shardlib.audit.running_sums import check_running_sums
 from shardlib.binding import bind
 from shardlib.decide import decide, spec_of
 from shardlib.ops.context_attention import context_attention
@@ -240,29 +241,20 @@ def test_seq_10_both_exchanges_see_the_order_of_tokens(placement):
     assert_trees_equal(found, alone(operands, causal=True), placement)
 
 
-def wrong_running_sums(mesh, *, count=jnp.cumsum):
-    """A self-test at start: the masks whose running sums along a divided dim are not NumPy's on this mesh and backend.
-
-    Positions are such sums, of all ones, or of a mask with padding on the left.
-    """
-    placed = NamedSharding(mesh, P("data", "context"))
-    at = np.arange(1024)[None]
-    masks = {"ones": np.ones((8, 1024), np.int32), "padded": (at >= np.arange(8)[:, None] * 100).astype(np.int32)}
-    running = jax.jit(lambda mask: count(mask, axis=1), in_shardings=placed, out_shardings=placed)
-    found = {name: np.asarray(running(mask)) for name, mask in masks.items()}
-    assert (np.cumsum(masks["ones"], axis=1) == at + 1).all()
-    return [name for name, mask in masks.items() if not np.array_equal(found[name], np.cumsum(mask, axis=1))]
-
-
 def test_seq_11_positions_from_a_mask():
     mesh = make_mesh("data=4,context=2")
-    assert wrong_running_sums(mesh) == []
+    placed = NamedSharding(mesh, P("data", "context"))
+    found = jax.jit(lambda mask: jnp.cumsum(mask, axis=1), in_shardings=placed)(np.ones((8, 1024), np.int32))
+    assert (np.asarray(found) == np.arange(1, 1025)).all()
+    check_running_sums(mesh)
 
     def each_part_alone(mask, axis):
         count = functools.partial(jnp.cumsum, axis=axis)
         return jax.shard_map(count, mesh=mesh, in_specs=P("data", "context"), out_specs=P("data", "context"))(mask)
 
-    assert wrong_running_sums(mesh, count=each_part_alone) == ["ones", "padded"]
+    with pytest.raises(ShardingError, match="wrong running sums along a dim split over context") as caught:
+        check_running_sums(mesh, count=each_part_alone)
+    assert "of ones" in str(caught.value) and "padding on the left" in str(caught.value)
 
 
 def test_seq_12_padding_is_not_attended():
