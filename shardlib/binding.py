@@ -51,6 +51,7 @@ from shardlib.specs import Entry, Resolution, array_leaves, entry_of, notices_of
 from shardlib.staging import Staging, abstract_part, place_on_stages, stage_model
 from shardlib.staging_facts import staging_facts
 from shardlib.strategies import DATA_LIKE, default_rules
+from shardlib.streamed_inputs import place_inputs
 from shardlib.variables import abstract_variables, creator, model_name, padded, padding, unboxed, unpadded
 from shardlib.zero import zero_specs
 
@@ -190,6 +191,8 @@ class Bound:
             lowered=staging.lowered,
             spread=tuple(staging.spread),
             spread_calls=staging.spread_calls,
+            inputs=staging.inputs,
+            input_specs=tuple(entry.spec for entry in self.batch.entries),
         )
 
     def state_specs(self) -> tuple[Any, tuple[str, ...]]:
@@ -234,10 +237,12 @@ def bind(
     abstract_params, abstract_collections = unboxed(boxed), unboxed(boxed_collections)
     constants = _constants(loss, plan, abstract_params, abstract_collections, batch_spec)
     staging = _staging(*_with_constants(loss, batch_spec, constants), plan, boxed)
+    staging = staging and staging.with_inputs(plan, batch_spec)
     stored = boxed if staging is None else staging.stored_shapes(boxed)
     params = resolve(stored, plan.placement_rules, mesh)
     params = params if staging is None else place_on_stages(params, staging, plan.mesh)
     batch = resolve(batch_spec, plan.rules, mesh)
+    batch = batch if staging is None else place_inputs(batch, staging.inputs, plan.mesh)
     collections = _resolve_collections(boxed_collections, plan)
     _check_patterns(params)
     activations, num_sums, context, kernels = _trace(

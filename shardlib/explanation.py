@@ -21,6 +21,7 @@ from shardlib.plan import STAGE
 from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, itemsize
 from shardlib.staging_facts import SEVERAL, Balance, StageFacts, StagingFacts
+from shardlib.streamed_inputs import Input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +205,7 @@ def pipeline_rows(facts: StagingFacts) -> list[tuple[str, str]]:
             f"{facts.num_permutes} permutes in one step, {bytes_text(facts.message_bytes_per_device)} sent by the "
             "busiest device",
         ),
+        ("inputs", "; ".join(map(input_text, facts.inputs)) or "none"),
     ]
     if facts.padded_rows:
         padding = (
@@ -260,6 +262,14 @@ def _others_text(facts: StagingFacts) -> str:
         f"{facts.spread_parameters:,} of them stay there, and all stages compute embedding and head together; every "
         "stage gathers the others once per step"
     )
+
+
+def input_text(one: Input) -> str:
+    """`frames streamed, 3.0 KiB of 8.0 KiB on every device: a stage holds 2 of 8 microbatches; ...`."""
+    if not one.streamed:
+        return f"{one.path} whole on every stage, {bytes_text(one.whole_bytes)}: {one.reason}"
+    held = f"{bytes_text(one.held_bytes)} of {bytes_text(one.whole_bytes)} on every device"
+    return f"{one.path} streamed, {held}: {one.reason}"
 
 
 def work_text(facts: StagingFacts) -> str:

@@ -22,6 +22,7 @@ from shardlib.objective import LossFunction, Sums
 from shardlib.pipeline.cutting import cut_traced
 from shardlib.pipeline.evaluate import Evaluator
 from shardlib.pipeline.execute import STAGE, Executor
+from shardlib.pipeline.feeds import Feeds
 from shardlib.pipeline.forward_only import forward_only
 from shardlib.pipeline.joint import Joint
 from shardlib.pipeline.partition import NO_LAYER, Partition
@@ -34,6 +35,7 @@ from shardlib.slices import part_keys
 from shardlib.spec_axes import axes_of, is_spec, only, without
 from shardlib.staging import Staging
 from shardlib.strategies import DATA_LIKE
+from shardlib.streamed_inputs import cut_inputs, feeds_inside, own_share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +70,7 @@ def pipelined_gradients(
     core = _Core(loss=loss, moves=moves, abstract_params=abstract_params, options=options)
     mesh, axes = layout.mesh, layout.axes
     held_specs = moves.held_specs(hoisted=moves.hoisted)
-
+    held = [only(spec, (STAGE, *axes)) for spec in held_specs]
     local_outer = [only(spec, (STAGE,)) for spec in moves.outer_specs]
 
     def value(params: Any, batch: Any, rng: Any) -> tuple[Any, Sums]:
@@ -81,7 +83,7 @@ def pipelined_gradients(
             core,
             mesh=mesh,
             axis_names={STAGE, *axes},
-            in_specs=([only(spec, (STAGE, *axes)) for spec in held_specs], local_outer, layout.batch_over(axes), P()),
+            in_specs=(held, local_outer, layout.batch_over((STAGE, *axes)), P()),
             out_specs=(rows_out, outer_out, P()),
             check_vma=False,
         )
@@ -378,12 +380,13 @@ class _Core:
         layout = self.layout
         shard = jax.lax.axis_index(layout.axes) if layout.axes else 0
         sizes = {"num_microbatches": layout.num_microbatches, "num_slices": layout.num_slices}
-        pieces = cut_batch(batch, layout.batch_dims, **sizes)
+        pieces = cut_inputs(batch, layout.batch_dims, self.staging.streamed, sizes=sizes)
         keys = (
             None if rng is None else part_keys(rng, first=shard * layout.num_microbatches * layout.num_slices, **sizes)
         )
         cut, weights = self._cut(over_slices(self.loss, layout.num_slices, ()), pieces, keys)
-        total = weights().summed(layout.axes)
+        # Where stages hold inputs in parts, each knows the weight of its own.
+        total = weights().summed((STAGE, *layout.axes) if self.staging.streamed else layout.axes)
         rows = self._by_chunk(rows)
         executor = self._executor(cut, rows, outer)
         row_grads, outer_grads, results = executor.gradients(rows, outer, cut.pieces, scales_of(total))
@@ -441,7 +444,7 @@ class _Core:
         # Inputs that all rows share are repeated by reference; a loop would hold every repetition.
         once = [leaf[:1] if is_shared else leaf for leaf, is_shared in zip(flat, shared, strict=True)]
         found = _Cut(parts=parts, pieces=once, results=jax.tree.structure(shape))
-        return found, lambda: weights_of(closed, shape, flat)
+        return found, lambda: weights_of(closed, shape, own_share(flat, self.staging.streamed))
 
     def _work(self, parts: Parts, policy: Policy | None) -> StageWork:
         policy = policy or parse_policy("none")
@@ -452,6 +455,12 @@ class _Core:
         """Whether the compiler may split messages over axes of its own."""
         mesh = self.layout.mesh
         return any(mesh.shape[axis] > 1 for axis in mesh.axis_names if axis not in (STAGE, *DATA_LIKE))
+
+    def _feeds(self, parts: Parts) -> Feeds:
+        """How streamed inputs travel."""
+        specs = jax.tree.leaves(self.layout.batch, is_leaf=is_spec) if self._split else None
+        inputs, lowered = self.staging.inputs, self.staging.lowered
+        return feeds_inside(parts, inputs, lowered, chosen=self.chosen_outer, specs=specs)
 
     def _executor(self, cut: _Cut, rows: Leaves, outer: Leaves) -> Executor:
         parts, policy = cut.parts, self.options.residuals
@@ -482,4 +491,5 @@ class _Core:
             inside=self.options.inside,
             fetch=self.moves.fetch,
             joint=self._joint,
+            feeds=self._feeds(parts),
         )

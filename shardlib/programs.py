@@ -106,13 +106,20 @@ def subprogram(
     program: Program, equations: Iterable[Any], *, inputs: Sequence[Any], outputs: Sequence[Any]
 ) -> Callable[..., list[Any]]:
     """Chosen equations as a function of `inputs`, which are distinct variables, to a list of `outputs`."""
+    run = jaxpr_as_fun(closed_part(program, equations, inputs=inputs, outputs=outputs))
+    return lambda *given: list(run(*given))
+
+
+def closed_part(
+    program: Program, equations: Iterable[Any], *, inputs: Sequence[Any], outputs: Sequence[Any]
+) -> ClosedJaxpr:
+    """`subprogram` as a closed jaxpr."""
     kept, read = needed(equations, outputs)
     consts = [var for var in program.constants if var in read]
     missing = read - {var for e in kept for var in e.outvars} - set(inputs) - set(consts)
     assert not missing, f"the part reads {len(missing)} values that nothing gives it"
     jaxpr = program.like.replace(constvars=consts, invars=list(inputs), outvars=list(outputs), eqns=kept)
-    run = jaxpr_as_fun(ClosedJaxpr(jaxpr, [program.constants[var] for var in consts]))
-    return lambda *given: list(run(*given))
+    return ClosedJaxpr(jaxpr, [program.constants[var] for var in consts])
 
 
 def product_flops(jaxpr: Any) -> int:

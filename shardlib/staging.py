@@ -39,6 +39,7 @@ from shardlib.spec_axes import axes_of, is_spec
 from shardlib.specs import Entry, Resolution, entry_of
 from shardlib.spread_vocabulary import VOCAB, SpreadCall, local_shape, spread_leaves, with_spread_slots
 from shardlib.strategies import DATA_LIKE
+from shardlib.streamed_inputs import Input, inputs_of
 from shardlib.tree_paths import leaves_with_paths
 
 
@@ -55,6 +56,7 @@ class Staging:
         num_side_inputs: values that layers read beside the carry: those that all share, those with a slice per layer.
         spread: by position, the vocab dim of every parameter that stays in parts over the stages.
         spread_calls: the lookups and losses of such parameters.
+        inputs: where the batch's arrays are held, in tree order.
     """
 
     parts: Parts
@@ -65,6 +67,17 @@ class Staging:
     num_side_inputs: tuple[int, int] = (0, 0)
     spread: Mapping[int, int] = field(default_factory=dict)
     spread_calls: tuple[SpreadCall, ...] = ()
+    inputs: tuple[Input, ...] = ()
+
+    def with_inputs(self, plan: Plan, batch_spec: Any) -> "Staging":
+        """The staging with what is decided about the arrays of the batch, without collections beside them."""
+        inputs = inputs_of(self.parts, self.lowered, plan, batch_spec, spread=bool(self.spread))
+        return replace(self, inputs=inputs)
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """Positions in a microbatch of what the stages hold in parts."""
+        return tuple(position for position, one in enumerate(self.inputs) if one.streamed)
 
     @property
     def dims(self) -> dict[int, int]:

@@ -23,6 +23,7 @@ from shardlib.pipeline.stack import Stacked
 from shardlib.plan import STAGE, Plan
 from shardlib.remat import Policy
 from shardlib.staging import Staging, costs_of, own_shares, recomputes, shares
+from shardlib.streamed_inputs import Input
 
 SEVERAL: Final = " ... "
 """Between the first and the last path of a kind of parameter that every layer has as an array of its own."""
@@ -97,7 +98,8 @@ class StagingFacts:
         bubble_fraction: idle share of a step in lockstep, under costs by matrix products.
         free_bubble_fraction: the same if every rank went on as soon as it could.
         message_bytes_per_device: sent by the busiest device in one step.
-        num_permutes: collective permutes in one step.
+        num_permutes: collective permutes of messages in one step.
+        inputs: where the batch's arrays are held, in tree order.
         padded_rows, num_rows: stored rows that stand for no layer, and all of them.
         padded_parameters: scalars in such rows.
     """
@@ -130,6 +132,7 @@ class StagingFacts:
     free_bubble_fraction: float
     message_bytes_per_device: int
     num_permutes: int
+    inputs: tuple[Input, ...]
     padded_rows: int
     num_rows: int
     padded_parameters: int
@@ -226,6 +229,7 @@ def staging_facts(staging: Staging, plan: Plan, params: Any) -> StagingFacts:
         free_bubble_fraction=simulate(lowered.table, costs).bubble_fraction,
         message_bytes_per_device=_most_sent(lowered, {"F": parts.message_bytes, "B": cotangent_bytes}),
         num_permutes=lockstep.permutes,
+        inputs=staging.inputs,
         padded_rows=padding,
         num_rows=len(partition.rows),
         padded_parameters=stored_once // parts.num_layers * padding,

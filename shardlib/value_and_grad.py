@@ -27,6 +27,7 @@ from shardlib.spec_axes import is_spec
 from shardlib.specs import Resolution, array_leaves, resolve
 from shardlib.staging import Staging, given, place_on_stages, stage_model
 from shardlib.strategies import DATA_LIKE, default_rules
+from shardlib.streamed_inputs import place_inputs
 
 
 def value_and_grad(
@@ -100,7 +101,7 @@ def value_and_grad(
         step = StepSpecs(
             params=resolution.specs,
             grads=resolution.specs,
-            batch=resolve(found, plan.rules, mesh).specs,
+            batch=place_inputs(resolve(found, plan.rules, mesh), staging.inputs, shape).specs,
             batch_spec=found,
             staging=staging,
             abstract_params=jax.eval_shape(lambda tree: tree, params),
@@ -124,7 +125,7 @@ def _staged(loss: LossFunction, plan: Plan, params: Any, specs: Any, batch_spec:
     """The model on its stages, and the specs of its stored parameters."""
     abstract = jax.eval_shape(lambda tree: tree, params)
     names = [leaf.names for leaf in array_leaves(params)]
-    staging = stage_model(loss, plan, abstract, batch_spec, names)
+    staging = stage_model(loss, plan, abstract, batch_spec, names).with_inputs(plan, batch_spec)
     stored = staging.stored_shapes(abstract)
     resolution = resolve(stored, plan.placement_rules, plan.mesh) if specs is None else given(stored, specs, plan.mesh)
     return staging, place_on_stages(resolution, staging, plan.mesh)

@@ -13,14 +13,14 @@ from meshes.shape import MeshShape
 from shardlib.audit.program import Collective, Program, axes_of
 
 STAGE = "stage"
-TOGETHER_SCOPES = ("pipeline_message", "pipeline_together")
+TOGETHER_SCOPES = ("pipeline_message", "pipeline_input", "pipeline_together")
 
 
 def divergent(program: Program, mesh: MeshShape) -> tuple[Collective, ...]:
     """Collectives under a conditional that devices of several stages must join, the executor's own aside.
 
-    Its messages, and what all stages compute together, sit under a condition on the tick alone, which is the same on
-    every device.
+    Its messages, inputs on their way, and what all stages compute together sit under a condition on the tick alone,
+    which is the same on every device.
     """
     return tuple(
         collective

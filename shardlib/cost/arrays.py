@@ -20,6 +20,7 @@ from shardlib.plan import Plan
 from shardlib.spec_axes import axes_of
 from shardlib.specs import Entry
 from shardlib.spread_vocabulary import SpreadCall
+from shardlib.streamed_inputs import Input
 
 SUM_BYTES: Final = 4  # the loss, its weight and metrics are float32
 FLOATING: Final = ("float64", "float32", "bfloat16", "float16")
@@ -36,6 +37,8 @@ class Stages:
         lowered: the schedule in ticks.
         spread: positions of the parameters whose vocabulary is spread over the stages.
         spread_calls: their lookups and losses.
+        inputs: where the batch's arrays are held, in tree order.
+        input_specs: their specs.
     """
 
     parts: Parts
@@ -44,6 +47,8 @@ class Stages:
     lowered: Lowered
     spread: tuple[int, ...] = ()
     spread_calls: tuple[SpreadCall, ...] = ()
+    inputs: tuple[Input, ...] = ()
+    input_specs: tuple[P, ...] = ()
 
     @property
     def chunk_runs(self) -> int:

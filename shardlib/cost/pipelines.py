@@ -11,7 +11,9 @@ one by one pass through all-to-alls, is the executor's own (`pipeline.execute`, 
 """
 
 import functools
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -23,11 +25,13 @@ from shardlib.cost.parameters import of_gradient, of_parameter, of_sum
 from shardlib.cost.promised_collective import InForce, PromisedCollective, Turns
 from shardlib.ops.vocab_shards import VOCAB_AXES
 from shardlib.pipeline.execute import packing
+from shardlib.pipeline.rings import Packing
 from shardlib.pipeline.stack import Stacked
 from shardlib.plan import STAGE, Plan
 from shardlib.spec_axes import axes_of
 from shardlib.specs import itemsize
 from shardlib.strategies import DATA_LIKE
+from shardlib.streamed_inputs import feeds_for
 
 
 def of_pipeline(plan: Plan, arrays: Arrays) -> Iterator[PromisedCollective]:
@@ -37,10 +41,12 @@ def of_pipeline(plan: Plan, arrays: Arrays) -> Iterator[PromisedCollective]:
     data_like = tuple(axis for axis in plan.mesh.names if axis in DATA_LIKE and plan.mesh.size(axis) > 1)
     both = tuple(axis for axis in plan.mesh.names if axis in (*data_like, STAGE))
     once = InForce.of(plan, both, gather="step")
-    # The weight before the first tick, which all stages know; everything else after the last one.
-    for axes in (data_like, both):
+    # The weight before the first tick; everything else after the last one. All stages know the weight, unless each
+    # holds its part of an input.
+    for axes in (both if any(one.streamed for one in stages.inputs) else data_like, both):
         yield from once.make("sums", axes, buffer_bytes=arrays.num_sums * SUM_BYTES, dtype="float32")
     yield from _of_messages(plan, stages, in_force=once)
+    yield from _of_inputs(plan, arrays, stages=stages, in_force=once)
     for position in stages.parts.outer:
         entry = arrays.parameters[position]
         axes = data_like if position in stages.spread else both
@@ -81,14 +87,40 @@ def _of_messages(plan: Plan, stages: Stages, *, in_force: InForce) -> Iterator[P
 def _message(plan: Plan, stages: Stages, *, kind: str) -> Iterator[tuple[int, str]]:
     """Elements that a device sends of a message, and their dtype, for every collective that carries part of it."""
     parts = stages.parts
-    split = any(size > 1 for axis, size in plan.mesh.axes if axis not in (*DATA_LIKE, STAGE))
     differentiable = tuple(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in parts.message)
-    packed = packing(parts, None if kind == "F" else differentiable, split=split)
+    packed = packing(parts, None if kind == "F" else differentiable, split=_splits_more(plan))
+    for elements, dtype in _elements(plan, packed):
+        yield elements * stages.num_slices, dtype
+
+
+def _elements(plan: Plan, packed: Packing) -> Iterator[tuple[int, str]]:
+    """Elements on a device and dtype of every array that travels."""
     for group in packed.groups:
+        first = packed.value[group[0]]
         elements = sum(math.prod(packed.value[i].shape) for i in group)
         if packed.specs is not None and len(group) == 1:
-            elements = local_elements(plan, packed.value[group[0]].shape, packed.specs[group[0]])
-        yield elements * stages.num_slices, str(packed.value[group[0]].dtype)
+            elements = local_elements(plan, first.shape, packed.specs[group[0]])
+        yield elements, str(first.dtype)
+
+
+def _splits_more(plan: Plan) -> bool:
+    """Whether the compiler may split messages over axes of its own."""
+    return any(size > 1 for axis, size in plan.mesh.axes if axis not in (*DATA_LIKE, STAGE))
+
+
+def _of_inputs(plan: Plan, arrays: Arrays, *, stages: Stages, in_force: InForce) -> Iterator[PromisedCollective]:
+    """One permute per reader, stage that holds what it reads, and dtype, in the ticks before it is read."""
+    if not any(one.streamed for one in stages.inputs):
+        return
+    again = stages.parts.read_again([arrays.has_gradient(position) for position in stages.parts.outer])
+    specs = stages.input_specs if _splits_more(plan) else None
+    feeds = feeds_for(stages.inputs, stages.lowered, again=again, specs=specs)
+    for feed in feeds.feeds:
+        sources = Counter(away for away in feeds.away(feed) if away)
+        for (elements, dtype), ticks in itertools.product(_elements(plan, feed.packing), sources.values()):
+            turns = Turns(taken=ticks, total=stages.lowered.num_ticks)
+            size = elements * itemsize(dtype)
+            yield from in_force.make("inputs", (STAGE,), buffer_bytes=size, dtype=dtype, turns=turns)
 
 
 def _of_spread_vocabulary(plan: Plan, stages: Stages, *, in_force: InForce) -> Iterator[PromisedCollective]:

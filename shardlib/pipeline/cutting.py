@@ -6,7 +6,7 @@ In: a loss of one microbatch and its arguments, arrays or abstract. Out: `Parts`
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec as P
 
 from meshes.errors import ShardingError
 from shardlib.annotate import BOUNDARY
-from shardlib.jax_compat import constants_of, constraint_of, scan_signature, source_line
+from shardlib.jax_compat import constants_of, constraint_of, inputs_used, scan_signature, source_line
 from shardlib.layer_scan import LayerScan, Source, equations_within, without_checkpoints
 from shardlib.pipeline.parts import Leaves, Parts
 from shardlib.pipeline.segments import Equations, segments_of
 from shardlib.pipeline.stack import Chain, Given, Stack, Stacked, chains_of
-from shardlib.programs import Program, equation_flops, flatten, needed, subprogram
+from shardlib.programs import Program, closed_part, equation_flops, flatten, needed, subprogram
 from shardlib.remat import checkpoint_names
 from shardlib.tree_paths import leaves_with_paths
 
@@ -218,6 +218,13 @@ def _parts(program: Program, stack: Stack, paths: list[str]) -> Parts:
         return post(*outer, *piece, *carry[: len(final)], *values)
 
     flops = lambda equations, outs: sum(map(equation_flops, needed(equations, outs)[0]))  # noqa: E731
+
+    def reads(equations: Iterable[Any], outs: Sequence[Any], *more: Any) -> tuple[int, ...]:
+        """Positions in a piece of what these depend on."""
+        closed = closed_part(program, equations, inputs=[*given, *more], outputs=outs)
+        used = inputs_used(closed, [True] * len(outs))
+        return tuple(position for position in range(len(piece)) if used[len(outer) + position])
+
     return Parts(
         num_layers=stack.num_layers,
         stacked=tuple(stacked),
@@ -229,6 +236,10 @@ def _parts(program: Program, stack: Stack, paths: list[str]) -> Parts:
         carry=tuple(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in carried),
         outputs=tuple(_stack_shape(variables, stack.num_layers) for variables in made),
         carry_specs=_carry_specs(stack, flow, carried),
+        reads_pre=reads(stack.before, carried),
+        reads_side=reads(stack.before, side_outputs),
+        reads_post=reads(rest, results, *final, *itertools.chain(*made)),
+        read_again=lambda chosen: _read_again(pre, _abstract(given[: len(outer)]), _abstract(piece), chosen),
         names=checkpoint_names(Equations(stack.body.equations)),
         where=stack.where,
         flops=(
@@ -238,6 +249,30 @@ def _parts(program: Program, stack: Stack, paths: list[str]) -> Parts:
             flops(stack.before, side_outputs),
         ),
     )
+
+
+def _abstract(variables: Sequence[Any]) -> Leaves:
+    return [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]
+
+
+def _read_again(pre: Callable[..., Leaves], outer: Leaves, piece: Leaves, chosen: Sequence[bool]) -> tuple[int, ...]:
+    """What the gradients of the chosen parameters read of a piece where they pass through `pre`."""
+
+    def gradients(piece: Leaves, outer: Leaves, cotangents: Leaves) -> Leaves:
+        some = [leaf for leaf, wanted in zip(outer, chosen, strict=True) if wanted]
+
+        def carry(some: Leaves) -> Leaves:
+            new = iter(some)
+            made = pre(*(next(new) if wanted else leaf for leaf, wanted in zip(outer, chosen)), *piece)
+            return [leaf for leaf in made if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+        return jax.vjp(carry, some)[1](cotangents)[0]
+
+    made = jax.eval_shape(pre, *outer, *piece)
+    cotangents = [leaf for leaf in made if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    closed = jax.make_jaxpr(gradients)(piece, outer, cotangents)
+    used = inputs_used(closed, [True] * len(closed.out_avals))
+    return tuple(position for position in range(len(piece)) if used[position])
 
 
 def _carry_specs(stack: Stack, flow: "_Flow", carried: list[Any]) -> tuple[P, ...]:

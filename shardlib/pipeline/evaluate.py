@@ -51,7 +51,7 @@ class Evaluator:
         Args:
             rows: parameters of this rank's layers, [chunks, most, ...] each.
             outer: all other parameters, whole.
-            pieces: microbatches, [num_microbatches, ...] each.
+            pieces: microbatches, [num_microbatches, ...] each; whole on every stage, for batches have any size here.
         """
         parts, partition = self.work.parts, self.work.partition
         rank = jax.lax.axis_index(STAGE)

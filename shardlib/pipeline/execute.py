@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from shardlib.pipeline.feeds import AGAIN, FIRST, LAST, NO_FEEDS, Feeds
 from shardlib.pipeline.joint import BACK, ENTRY, EXIT, Joint, in_tick
 from shardlib.pipeline.lowered import Lowered
 from shardlib.pipeline.partition import Partition
@@ -49,6 +50,7 @@ class Executor:
         inside: update rings within the branches, else outside; the same values.
         fetch: (one chunk's parameters as they are held, a value of the tick) -> (whole ones, that value).
         joint: how all ranks compute embedding and head together; None where their own stages do.
+        feeds: how inputs travel that the stages hold in parts.
     """
 
     parts: Parts
@@ -62,6 +64,7 @@ class Executor:
     inside: bool
     fetch: Callable[[Leaves, Any], tuple[Leaves, Any]] = lambda rows, turn: (rows, turn)
     joint: Joint | None = None
+    feeds: Feeds = NO_FEEDS
 
     def gradients(
         self, rows: Leaves, outer: Leaves, pieces: Leaves, scales: tuple[Any, Any]
@@ -71,7 +74,7 @@ class Executor:
         Args:
             rows: parameters of this rank's layers, [chunks, most, ...] each, as `fetch` takes them.
             outer: all other parameters, whole.
-            pieces: microbatches, [num_microbatches, ...] each.
+            pieces: microbatches, [num_microbatches, ...] each; where held in parts, this rank's.
             scales: cotangents of (total, per_microbatch).
 
         Returns:
@@ -80,12 +83,12 @@ class Executor:
         """
         rank = jax.lax.axis_index(STAGE)
         arrays = self.lowered.arrays()
-        grids = by_rank(arrays | (self.joint.grids(arrays) if self.joint else {}), rank)
+        joint = self.joint.grids(arrays) if self.joint else {}
+        grids = by_rank({**arrays, **joint, **self.feeds.arrays()}, rank)
         stages = jnp.asarray(stages_by_rank(self.partition.placement))[rank]
         tick = _Tick(self, rows, outer, pieces, scales, stages)
-        (_, sums), _ = jax.lax.scan(
-            lambda state, now: tick(state, now), (self._rings(), self._sums(rows, outer, pieces)), grids
-        )
+        start = (self._rings(), self._sums(rows, outer, pieces), self.feeds.start(pieces))
+        (_, sums, _), _ = jax.lax.scan(lambda state, now: tick(state, now), start, grids)
         return sums["rows"], sums["outer"], sums["results"]
 
     def _rings(self) -> Rings:
@@ -140,7 +143,7 @@ def packing(parts: Parts, chosen: tuple[bool, ...] | None, *, split: bool) -> Pa
 
 @dataclass(frozen=True, slots=True)
 class _Tick:
-    """One tick: F, then B, then messages."""
+    """One tick: F, then B, then messages; beside them the inputs of the next tick."""
 
     of: Executor
     rows: Leaves
@@ -149,8 +152,9 @@ class _Tick:
     scales: tuple[Any, Any]
     stages: Any
 
-    def __call__(self, state: tuple[Rings, Sums], now: Now) -> tuple[tuple[Rings, Sums], None]:
-        rings, sums = state
+    def __call__(self, state: tuple[Rings, Sums, Rings], now: Now) -> tuple[tuple[Rings, Sums, Rings], None]:
+        rings, sums, arrived = state
+        now = {**now, **arrived}
         if self.of.joint is None:
             rings, sums, sent = self._when("F", self._forward, rings, sums, now)
             rings, sums, returned = self._when("B", self._backward, rings, sums, now)
@@ -162,7 +166,7 @@ class _Tick:
             sums = self._joint_embedding(self.of.joint, returned, sums, now)
         for channel in self.of.lowered.channels:
             rings = self._deliver(channel, sent if channel.kind == "F" else returned, rings, now)
-        return (rings, sums), None
+        return (rings, sums, self.of.feeds.fetched(self.pieces, now, axis=STAGE)), None
 
     def _when(self, kind: str, work: Any, rings: Rings, sums: Sums, now: Now) -> tuple[Rings, Sums, Leaves]:
         """Runs an action in the ticks in which this rank has one."""
@@ -195,10 +199,10 @@ class _Tick:
         of = self.of
         chunk = now["F.chunk"]
         rows, microbatch = self._chunk(chunk, now["F.microbatch"])
-        stage, piece = self.stages[chunk], self._piece(microbatch)
+        stage, piece = self.stages[chunk], self._piece(microbatch, now, None)
         is_first, is_last = stage == 0, stage == len(of.partition.counts) - 1
         placed = of.packing("F").placed
-        first = lambda: now[ENTERED] if of.joint else self._first(piece)  # noqa: E731
+        first = lambda: now[ENTERED] if of.joint else self._first(self._piece(microbatch, now, FIRST))  # noqa: E731
         arrived = lambda: placed(read(rings[of.input_ring], now[f"{of.input_ring}.read.F"]))  # noqa: E731
         message = self._either(is_first, first, arrived)
         made, saved = of.passes.forward(rows, self.outer, piece, stage, message)
@@ -209,7 +213,7 @@ class _Tick:
             return values, sums, made
 
         def head() -> tuple[Leaves, Leaves, Leaves]:
-            cotangent, grads, results = self._head(piece, made)
+            cotangent, grads, results = self._head(self._piece(microbatch, now, LAST), made)
             return cotangent, _added(sums["outer"], grads), jax.tree.map(jnp.add, sums["results"], results)
 
         skipped = lambda: (of.packing("B").zeros(), sums["outer"], sums["results"])  # noqa: E731
@@ -223,7 +227,7 @@ class _Tick:
 
     def _entered(self, now: Now) -> Leaves:
         """The message of the microbatch that enters the layers in this tick, made by all ranks together."""
-        first = lambda: self._first(self._piece(now[ENTRY]))  # noqa: E731
+        first = lambda: self._first(self._piece(now[ENTRY], now, FIRST))  # noqa: E731
         return in_tick(now[ENTRY], first, self.of.packing("F").zeros)
 
     @jax.named_scope("head")
@@ -250,7 +254,7 @@ class _Tick:
 
         def work() -> tuple[Leaves, Leaves, Leaves]:
             message = joint.from_rank(of.packing("F"), sent, joint.last)
-            cotangent, grads, results = self._head(self._piece(now[EXIT]), message)
+            cotangent, grads, results = self._head(self._piece(now[EXIT], now, LAST), message)
             is_last = jax.lax.axis_index(STAGE) == joint.last
             results = jax.tree.map(lambda held, new: held + jnp.where(is_last, new, 0), sums["results"], results)
             return cotangent, joint.added(sums["outer"], grads, spread, joint.last), results
@@ -266,7 +270,7 @@ class _Tick:
 
         def work() -> Leaves:
             message = joint.from_rank(self.of.packing("B"), returned, joint.first)
-            grads = self._embedding(self._piece(now[BACK]), message)
+            grads = self._embedding(self._piece(now[BACK], now, AGAIN), message)
             return joint.added(sums["outer"], grads, spread, joint.first)
 
         return {**sums, "outer": in_tick(now[BACK], work, lambda: sums["outer"])}
@@ -275,15 +279,15 @@ class _Tick:
         of = self.of
         chunk = now["B.chunk"]
         held, microbatch = self._chunk(chunk, now["B.microbatch"])
-        stage, piece = self.stages[chunk], self._piece(microbatch)
+        stage, piece = self.stages[chunk], self._piece(microbatch, now, None)
         kept = of.input_ring if of.passes.keeps_input else "residual_input"
         saved = read(rings[kept], now[f"{kept}.read.B"])
         cotangent = read(rings["cotangent"], now["cotangent.read.B"])
         rows, outer, returned = of.passes.backward(held, self.outer, piece, stage, saved, cotangent)
         outer, returned = _added(sums["outer"], outer), of.packing("B").placed(returned)
         if not of.joint:
-            embedding = lambda: _added(outer, self._embedding(piece, returned))  # noqa: E731
-            outer = self._either(stage == 0, embedding, lambda: outer)
+            again = lambda: self._embedding(self._piece(microbatch, now, AGAIN), returned)  # noqa: E731
+            outer = self._either(stage == 0, lambda: _added(outer, again()), lambda: outer)
         return {}, {**sums, "rows": _added_at(sums["rows"], rows, chunk), "outer": outer}, returned
 
     @jax.named_scope("embedding")
@@ -303,8 +307,9 @@ class _Tick:
     def _either(self, condition: Any, yes: Callable[[], Any], no: Callable[[], Any]) -> Any:
         return either(condition, yes, no, skip=self.of.skip)
 
-    def _piece(self, microbatch: Any) -> Leaves:
-        return at_index(self.pieces, microbatch)
+    def _piece(self, microbatch: Any, now: Now, reader: str | None) -> Leaves:
+        """A microbatch as the layers (None) or another reader may read it."""
+        return self.of.feeds.completed(at_index(self.pieces, microbatch), now, reader)
 
     def _chunk(self, chunk: Any, microbatch: Any) -> tuple[Leaves, Any]:
         return self.of.fetch(at_index(self.rows, chunk), microbatch)

@@ -8,7 +8,7 @@ In: nothing; `cut` makes these, or a hand. Out: functions on flat lists that the
     results = parts.post(outer, piece, carry, [stack of the outputs])
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,9 @@ class Parts:
         carry_specs: how the model places each carry over mesh axes that the compiler manages; whole where it does not
             say.
         results: the tree structure of the loss's results; None for a scalar alone.
+        reads_pre, reads_side, reads_post: positions in a piece of what each of these reads.
+        read_again: (which other parameters have gradients) -> positions in a piece of what these gradients read where
+            they pass through pre.
         names: given by `checkpoint_name` to values of a layer.
         where: the scan or the markers that were cut, with the model's line.
         flops: FLOPs of matrix products in pre, one block, post and side, forward.
@@ -53,6 +56,10 @@ class Parts:
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     carry_specs: tuple[P, ...] = ()
     results: Any = None
+    reads_pre: tuple[int, ...] = ()
+    reads_side: tuple[int, ...] = ()
+    reads_post: tuple[int, ...] = ()
+    read_again: Callable[[Sequence[bool]], tuple[int, ...]] = lambda chosen: ()
     names: tuple[str, ...] = ()
     where: str = "by hand"
     flops: tuple[int, int, int, int] = (0, 0, 0, 0)

@@ -21,6 +21,7 @@ Tensors = Literal[
     "token statistics",  # one number per token, of logits split along the vocabulary
     "activations",  # what a pipeline stage hands to the next: the residual stream and what goes with it
     "cotangents",  # gradients of the same, handed back
+    "inputs",  # of the first and the last stage, from the stages that hold them
     "single layers",  # parameters of layers that a model holds one by one, to the stage of each
     "gradients of single layers",  # and back
 ]
