@@ -35,7 +35,7 @@ def main() -> None:
     given = parser.parse_args()
     sizes = {"layers": given.layers, "embed": given.embed, "heads": given.embed // 128, "mlp": 4 * given.embed}
     config = gpt.Config(**sizes, vocab=1024, length=given.length)
-    shards = sl.MeshShape.parse(given.mesh).size("data")
+    shards = sl.Plan(mesh=sl.MeshShape.parse(given.mesh), num_microbatches=given.microbatches).num_batch_shards
     case = TpuCase(
         config=config, batch=2 * given.microbatches * shards, mesh=given.mesh, num_microbatches=given.microbatches
     )
