@@ -54,6 +54,13 @@ def make_mesh(
     return Mesh(grid, shape.names, axis_types=(axis_type,) * len(shape.axes))
 
 
+def with_auto_axes(mesh: Mesh) -> Mesh:
+    """The mesh with its axes left to the compiler: Explicit axes are for code that names every sharding."""
+    if set(mesh.axis_types) == {AxisType.Auto}:
+        return mesh
+    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+
+
 def abstract_mesh(shape: MeshText, *, axis_type: AxisType = AxisType.Auto) -> AbstractMesh:
     """Builds an `AbstractMesh`: the shape alone, no devices. Every size must be given."""
     shape = MeshShape.parse(shape)

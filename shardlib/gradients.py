@@ -155,7 +155,7 @@ def _explicit(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num_
     gradients = explicit_gradients(loss, _layout(plan, mesh, specs, num_slices))
 
     def value(params: Any, batch: Any, rng: Any, collections: Any) -> tuple[Any, Sums]:
-        assert collections is None, "bind refuses collections under the explicit lowering"
+        assert collections is None, "collections that this lowering takes are among its inputs"
         return gradients(params, batch, rng)
 
     return value
@@ -172,7 +172,7 @@ def _pipelined(loss: LossFunction, plan: Plan, mesh: Mesh, specs: StepSpecs, num
     )
 
     def value(params: Any, batch: Any, rng: Any, collections: Any) -> tuple[Any, Sums]:
-        assert collections is None, "bind refuses collections in a pipeline"
+        assert collections is None, "collections that a pipeline takes are among its inputs"
         return gradients(params, batch, rng)
 
     return value

@@ -3,8 +3,8 @@
 In: a loss whose embedding and head are `shardlib.layers` or call the slots `embed_tokens` and `token_losses`. Out: the
 parameters that stay in parts over `stage`, and what is in force while such a loss is traced.
 
-    spread = spread_leaves(closed, paths, vocab_dims)    # position -> dim of the vocabulary
-    loss = annotate.under(with_spread_slots(in_force, parts=4), loss)
+    spread = spread_leaves(closed, paths, vocab_dims, sizes=sizes, parts=4)    # position -> dim of the vocabulary
+    loss = annotate.under(with_spread_slots(in_force, stage="stage", parts=4), loss)
 
 Source: Yeung et al. 2024 (2411.05288), in whose method the output layer is computed by all stages together.
 """

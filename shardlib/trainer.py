@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from meshes.build import make_mesh, shape_of
+from meshes.build import make_mesh, shape_of, with_auto_axes
 from meshes.errors import ShardingError, raise_collected
 from shardlib import batch_spec as batches
 from shardlib.audit.divergence import check_no_divergence
@@ -383,9 +383,7 @@ def _auto_mesh(bound: Bound, mesh: Mesh | None) -> Mesh:
         raise ShardingError(
             f"the mesh is {shape_of(mesh)} and the plan was bound for {wanted}", fix="bind the plan to the mesh's shape"
         )
-    if set(mesh.axis_types) == {AxisType.Auto}:
-        return mesh
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
+    return with_auto_axes(mesh)
 
 
 def _with_shardings(tree: Any, wanted: Any) -> Any:

@@ -29,6 +29,7 @@ __all__ = [
     "Placement",
     "ShardingError",
     "Simulation",
+    "Stacked",
     "Synthesis",
     "Table",
     "build",
@@ -46,6 +47,7 @@ __all__ = [
 _LAZY = {
     "cut": "shardlib.pipeline.cutting",
     "Parts": "shardlib.pipeline.parts",
+    "Stacked": "shardlib.pipeline.stack",
     "check_no_divergence": "shardlib.audit.divergence",
     "value_and_grad": "shardlib.value_and_grad",
 }

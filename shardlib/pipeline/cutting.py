@@ -318,7 +318,11 @@ def _stacked_of(stack: Stack, paths: list[str]) -> list[Stacked]:
     kinds = dict.fromkeys(s for chain in stack.sliced if isinstance(chain, Chain) for s in chain.stacked)
     leaves = [leaf for kind in kinds for leaf in kind.leaves]
     twice = {paths[leaf] for leaf in leaves if leaves.count(leaf) > 1}
-    assert not twice, f"{', '.join(twice)}: sliced along two dims"
+    if twice:
+        raise ShardingError(
+            f"the layers slice {', '.join(sorted(twice))} along two dims ({stack.where})",
+            fix="give the layers one array per dim that they slice",
+        )
     return sorted(kinds, key=lambda kind: kind.leaves)
 
 

@@ -3,7 +3,7 @@
 In: a schedule's grids, which parameters are in parts. Out: what every rank does in a tick, by predicates that depend
 on the tick alone, so that collectives over the stages are joined by all of them.
 
-    joint = Joint(placement=placement, spread=(True, False), packing=packing)
+    joint = Joint(placement=placement, spread=(True, False))
     grids |= joint.grids(lowered.arrays())
 """
 
@@ -90,6 +90,8 @@ def in_tick(microbatch: Any, work: Callable[[], Any], nothing: Callable[[], Any]
 
 
 def _summed(leaf: jax.Array, is_there: Any) -> jax.Array:
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_summed(jax.random.key_data(leaf), is_there), impl=jax.random.key_impl(leaf))
     # A sum in bfloat16 ends the process on XLA's CPU backend here; with a single term that is not zero all are exact.
     wide = jnp.float32 if jnp.issubdtype(leaf.dtype, jnp.floating) else jnp.int32
     wide = leaf.dtype if leaf.dtype.itemsize >= 4 else wide

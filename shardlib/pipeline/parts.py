@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from shardlib.annotate import layer_boundary
 from shardlib.pipeline.stack import Stacked
 
 Leaves = list[Any]
@@ -84,13 +86,28 @@ class Parts:
         """The parts put together again: the loss on one device, and what a pipeline cuts where parts are by hand."""
         leaves, piece = jax.tree.leaves(params), jax.tree.leaves((batch, rng))
         outer = [leaves[leaf] for leaf in self.outer]
-        rows = [kind.rows(leaves) for kind in self.stacked]
         shared, own = self.side(outer, piece)
-
-        def layer(carry: Leaves, slices: tuple[Leaves, Leaves]) -> tuple[Leaves, Leaves]:
-            row, own = slices
-            return self.block(row, shared, carry, own)
-
-        carry, outputs = jax.lax.scan(layer, self.pre(outer, piece), (rows, own), length=self.num_layers)
+        if any(kind.dim is None for kind in self.stacked):
+            carry, outputs = self._one_by_one(leaves, self.pre(outer, piece), shared, own)
+        else:
+            rows = [kind.rows(leaves) for kind in self.stacked]
+            layer = lambda carry, own: self.block(own[0], shared, carry, own[1])  # noqa: E731
+            carry, outputs = jax.lax.scan(layer, self.pre(outer, piece), (rows, own), length=self.num_layers)
         made = self.post(outer, piece, carry, outputs)
         return made[0] if self.results is None else jax.tree.unflatten(self.results, made)
+
+    def _one_by_one(self, leaves: Leaves, carry: Leaves, shared: Leaves, own: Leaves) -> tuple[Leaves, Leaves]:
+        """Layers that have arrays of their own, between markers."""
+        made = []
+        carry = layer_boundary(carry)
+        for position in range(self.num_layers):
+            row = [
+                leaves[kind.leaves[position]]
+                if kind.dim is None
+                else jax.lax.index_in_dim(leaves[kind.leaves[0]], position, kind.dim, keepdims=False)
+                for kind in self.stacked
+            ]
+            carry, outputs = self.block(row, shared, carry, [array[position] for array in own])
+            carry = layer_boundary(carry)
+            made.append(outputs)
+        return carry, [jnp.stack(values) for values in zip(*made, strict=True)]

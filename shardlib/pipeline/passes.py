@@ -40,14 +40,12 @@ class Passes:
         forward: (rows, outer, piece, stage, message) -> (message, saved).
         backward: (rows, outer, piece, stage, message or saved, cotangents of the message) -> gradients of the chosen
             rows, outer parameters and message.
-        recomputed: how many residuals the backward pass makes again from parameters and batch instead of storing them.
     """
 
     keeps_input: bool
     saved: tuple[Any, ...]
     forward: Callable[..., tuple[Leaves, Leaves]]
     backward: Callable[..., tuple[Leaves, Leaves, Leaves]]
-    recomputed: int = 0
 
 
 def chosen_of(leaves: Sequence[Any], mask: Sequence[bool]) -> Leaves:
@@ -113,7 +111,6 @@ def storing(work: StageWork, chosen: Chosen, *, like: tuple[Leaves, Leaves, Leav
         saved=tuple(residuals[i] for i in plan.stored),
         forward=forward,
         backward=backward,
-        recomputed=len(plan.recomputed),
     )
 
 

@@ -9,12 +9,12 @@ import pytest
 
 import shardlib as sl
 from meshes import ShardingError
+from models import gpt
 from shardlib import annotate
 from shardlib.pipeline.placement import Placement
 from shardlib.rules import Rules
 from shardlib.strategies import default_rules
 from tests.oracle import assert_trees_equal, host
-from tests.shardlib.pipeline_execution import towers
 from tests.shardlib.pipeline_execution.chains import bound, gradient, through, trained
 from tests.tiny import rows
 
@@ -88,14 +88,21 @@ def test_pip_02_tied_gradients_are_summed_before_they_are_split(zero):
 
 
 def test_pip_05_embedding_and_head_are_counted():
-    example = towers.build(layers=8)
+    sizes = {"layers": 8, "embed": 32, "heads": 4, "mlp": 128, "vocab": 512, "length": 8, "batch": 4}
+    example = gpt.small(**sizes)
     plans = {balance: sl.Plan(mesh="stage=4", num_microbatches=4, balance=balance) for balance in ("even", "cost")}
-    staged = {balance: sl.bind(example[0], example[1], plan, example[2]).staging for balance, plan in plans.items()}
+    bound = {balance: sl.bind(example[0], example[1], plan, example[2]) for balance, plan in plans.items()}
+    staged = {balance: each.staging for balance, each in bound.items()}
     assert staged["even"].partition.counts == (2, 2, 2, 2)
     assert sum(staged["cost"].partition.counts) == 8
-    spread = {balance: max(s.loads) / np.mean(s.loads) for balance, s in staged.items()}
-    assert spread["cost"] <= spread["even"]
-    assert staged["cost"].partition.counts[-1] <= 2
+    assert staged["cost"].partition.counts[-1] < 2, "the last stage has the head, more than a layer's work"
+    uneven = {balance: max(s.loads) / np.mean(s.loads) for balance, s in staged.items()}
+    assert uneven["cost"] < uneven["even"]
+    facts = bound["cost"].explain().pipeline
+    assert facts.chosen.max_over_mean == pytest.approx(uneven["cost"])
+    assert sum(stage.load for stage in facts.stages) == pytest.approx(8 + facts.embedding + facts.head)
+    whole = sum(leaf.size for leaf in jax.tree.leaves(bound["cost"].abstract_params))
+    assert sum(stage.layer_parameters for stage in facts.stages) + facts.other_parameters == whole
 
 
 def affine(params, batch, rng):

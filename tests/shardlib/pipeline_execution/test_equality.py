@@ -47,9 +47,9 @@ PRESETS = {
     "llama": {"dropout": 0.0, "tied": True, "objective": "weights"},
 }
 FACTORS = {
-    "mesh": ["stage=4,data=2", "stage=2,data=2,tensor=2", "stage=2,replica=2,fsdp=2"],
+    "mesh": ["stage=4,data=2", "stage=2,data=2,tensor=2", "stage=2,replica=2,fsdp=2", "stage=8", "stage=4,tensor=2"],
     "schedule": list(SCHEDULES),
-    "model": ["tower", "gpt", "gpt_nnx"],
+    "model": ["tower", "gpt", "gpt_nnx", "llama"],
     "residuals": ["full", "none", "dots"],
     "layers": [8, 7],
     "microbatches": [4, 8],

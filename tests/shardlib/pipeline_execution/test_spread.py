@@ -150,6 +150,41 @@ def test_moves_what_it_promises_and_gathers_no_vocabulary(name):
     assert all(c.bytes_per_device * 1.0 < stored for c in program.collectives if c.kind == "all-gather")
 
 
+def test_a_message_that_carries_a_key():
+    """The sum that shows a message to all ranks takes keys apart."""
+    module = Model(tied=True)
+
+    def loss(params, batch, rng):
+        table = params["VocabEmbed_0"]["embedding"]
+
+        def layer(carry, w):
+            x, key = carry
+            key, own = jax.random.split(key)
+            return (
+                x + jnp.tanh(x @ w["Dense_1"]["kernel"]) @ w["Dense_0"]["kernel"] + jax.random.normal(own, (1, 1, 1)),
+                key,
+            ), None
+
+        lookup = annotate.slot(annotate.EMBED_TOKENS, vocab.embed_tokens)
+        start = (lookup(table, batch["inputs"], vocab=VOCAB), jax.random.key(7))
+        (x, _), _ = jax.lax.scan(layer, start, params["ScanLayer_0"])
+        losses = annotate.slot(annotate.TOKEN_LOSSES, vocab.token_losses)
+        found = losses(
+            x * params["LayerNorm_0"]["scale"][None, None], table, batch["targets"], vocab=VOCAB, vocab_dim=0
+        )
+        return sl.Loss(total=found.loss.sum(), weight=found.counted.sum())
+
+    def first_loss(**plan):
+        trainer = sl.Trainer(sl.bind(module, loss, sl.Plan(**plan), SPEC), optax.sgd(0.1), check_separable=False)
+        batch = oracle.token_batch(0, batch=BATCH, length=LENGTH, vocab=VOCAB)
+        state, metrics = trainer.step(trainer.init(jax.random.key(0)), {name: batch[name] for name in SPEC})
+        return float(metrics["loss"]), oracle.host(trainer.bound.restore(state.params))
+
+    found, wanted = first_loss(mesh="stage=2", num_microbatches=2, vocabulary="spread"), first_loss(mesh="data=1")
+    oracle.assert_losses_equal([found[0]], [wanted[0]])
+    oracle.assert_trees_equal(found[1], wanted[1], "parameter")
+
+
 def test_each_stage_holds_its_own_words():
     found = bound("tied", mesh="stage=4,data=2", num_microbatches=2, vocabulary="spread")
     (entry,) = [entry for entry in found.params.entries if "embedding" in entry.path]

@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from meshes import ShardingError
+from shardlib.annotate import layer_boundary
 from shardlib.pipeline.parts import Parts
 from shardlib.pipeline.stack import Stacked
 from tests.oracle import assert_trees_equal, host
@@ -25,6 +27,7 @@ BATCH = {
     "x": np.random.default_rng(0).normal(size=(ROWS, 4)).astype(np.float32),
     "y": np.arange(ROWS, dtype=np.int32) % 3,
 }
+SPECS = jax.tree.map(lambda _: P(), PARAMS)
 ONE = jax.tree.map(lambda leaf: leaf[:2], BATCH)  # one microbatch of one data shard
 
 
@@ -68,13 +71,52 @@ def test_equals_one_device(form):
         "parts of a cut": lambda: sl.pipeline.cut(lambda params, piece: loss(params, *piece), PARAMS, (ONE, KEYS[0])),
     }
     mesh = sl.make_mesh("stage=4,data=2")
-    specs = jax.tree.map(lambda _: jax.sharding.PartitionSpec(), PARAMS)
-    step = sl.pipeline.value_and_grad(forms[form](), mesh=mesh, num_microbatches=2, specs=specs, has_aux=True)
+    step = sl.pipeline.value_and_grad(forms[form](), mesh=mesh, num_microbatches=2, specs=SPECS, has_aux=True)
     (value, metrics), grads = step(PARAMS, BATCH, KEYS[0])
     wanted, wanted_grads = jax.value_and_grad(objective)(PARAMS)
     np.testing.assert_allclose(value, wanted, rtol=1e-6)
     assert_trees_equal(host(grads), host(wanted_grads), "gradient")
     assert ("norm" in metrics) == (form != "parts by hand")
+
+
+def test_in_a_jitted_step_of_ones_own_and_on_a_mesh_with_explicit_axes():
+    explicit = sl.make_mesh("stage=4,data=2", axis_type=jax.sharding.AxisType.Explicit)
+    grad_of = sl.pipeline.value_and_grad(loss, mesh=explicit, num_microbatches=2, specs=SPECS)
+
+    @jax.jit
+    def step(params, batch):
+        value, grads = grad_of(params, batch)
+        return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    value, params = step(PARAMS, BATCH)
+    wanted, grads = jax.value_and_grad(objective)(PARAMS)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    assert_trees_equal(host(params), host(jax.tree.map(lambda p, g: p - 0.1 * g, PARAMS, grads)), "parameter")
+
+
+def test_a_loss_that_is_not_the_sum_of_its_rows_is_refused():
+    squared = lambda params, batch, rng: loss(params, batch, rng).total ** 2  # noqa: E731
+    step = sl.pipeline.value_and_grad(squared, mesh=sl.make_mesh("stage=2"), num_microbatches=2, specs=SPECS)
+    with pytest.raises(ShardingError, match="the loss is not the sum of its rows, and the plan cuts the batch"):
+        step(PARAMS, BATCH)
+
+
+def test_parts_of_layers_one_by_one():
+    def marked(params, piece):
+        batch, _ = piece
+        x = layer_boundary(batch["x"] @ params["embed"])
+        for w in params["layers"]:
+            x = layer_boundary(x + jnp.tanh(x @ w))
+        return ((x @ params["head"]) ** 2).mean()
+
+    params = {"embed": PARAMS["embed"], "head": PARAMS["head"], "layers": list(PARAMS["w"])}
+    parts = sl.pipeline.cut(marked, params, (ONE, KEYS[0]))
+    specs = jax.tree.map(lambda _: P(), params)
+    step = sl.pipeline.value_and_grad(parts, mesh=sl.make_mesh("stage=2"), num_microbatches=4, specs=specs)
+    value, grads = step(params, BATCH, KEYS[0])
+    wanted, wanted_grads = jax.value_and_grad(marked)(params, (BATCH, None))
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    assert_trees_equal(host(grads), host(wanted_grads), "gradient")
 
 
 def test_a_wrong_block_by_hand_is_caught():
