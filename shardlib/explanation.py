@@ -243,12 +243,12 @@ def ticks_text(facts: StagingFacts) -> str:
 
 
 def side_text(facts: StagingFacts) -> str:
-    """`2 read by every layer, 1 with a slice per layer; every stage makes them again, without matrix products`."""
+    """`bool[1, 8, 8] read by every layer; every stage makes them again, without matrix products`."""
     kinds = []
     if facts.shared_inputs:
-        kinds.append(f"{facts.shared_inputs} read by every layer")
+        kinds.append(f"{' + '.join(facts.shared_inputs)} read by every layer")
     if facts.sliced_inputs:
-        kinds.append(f"{facts.sliced_inputs} with a slice per layer")
+        kinds.append(f"{' + '.join(facts.sliced_inputs)} with a slice per layer")
     if not kinds:
         return "none"
     cost = f"with matrix products of {facts.side_flops:,} FLOPs" if facts.side_flops else "without matrix products"

@@ -53,7 +53,8 @@ class Staging:
         lowered: the schedule in ticks.
         layer_leaves: positions of the parameters that carry the logical axis "layers".
         paths: of the parameters.
-        num_side_inputs: values that layers read beside the carry: those that all share, those with a slice per layer.
+        side_inputs: values that layers read beside the carry, as text: those that all share, and those with a slice per
+            layer.
         spread: by position, the vocab dim of every parameter that stays in parts over the stages.
         spread_calls: the lookups and losses of such parameters.
         inputs: where the batch's arrays are held, in tree order.
@@ -64,7 +65,7 @@ class Staging:
     lowered: Lowered
     layer_leaves: tuple[int, ...]
     paths: tuple[str, ...]
-    num_side_inputs: tuple[int, int] = (0, 0)
+    side_inputs: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
     spread: Mapping[int, int] = field(default_factory=dict)
     spread_calls: tuple[SpreadCall, ...] = ()
     inputs: tuple[Input, ...] = ()
@@ -180,10 +181,14 @@ def stage_model(
         lowered=lower(table, costs, idle=plan.idle, form="fused"),
         layer_leaves=layer_leaves,
         paths=paths,
-        num_side_inputs=(len(shared), len(sliced)),
+        side_inputs=(tuple(map(_text, shared)), tuple(map(_text, sliced))),
         spread=spread,
         spread_calls=tuple(calls),
     )
+
+
+def _text(array: Any) -> str:
+    return f"{array.dtype}[{', '.join(map(str, array.shape))}]"
 
 
 def _spread_of(closed: Any, parts: Parts, plan: Plan, params: Any, names: Sequence[Any]) -> dict[int, int]:

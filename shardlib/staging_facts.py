@@ -82,8 +82,8 @@ class StagingFacts:
             head together.
         message: what travels from stage to stage, as text per array: the carry, then what layers put out.
         message_bytes, cotangent_bytes: bytes of a message forwards, and of its gradient backwards.
-        shared_inputs: how many values every layer reads beside the carry.
-        sliced_inputs: how many values have a slice per layer.
+        shared_inputs: values that every layer reads beside the carry, as text.
+        sliced_inputs: values with a slice per layer, as text.
         side_flops: FLOPs of matrix products that each stage repeats to make them.
         layer_flops: FLOPs of one layer's matrix products, forward.
         embedding, head: what comes before and after the layers, in layers.
@@ -111,8 +111,8 @@ class StagingFacts:
     message: tuple[str, ...]
     message_bytes: int
     cotangent_bytes: int
-    shared_inputs: int
-    sliced_inputs: int
+    shared_inputs: tuple[str, ...]
+    sliced_inputs: tuple[str, ...]
     side_flops: int
     layer_flops: int
     embedding: float
@@ -200,8 +200,8 @@ def staging_facts(staging: Staging, plan: Plan, params: Any) -> StagingFacts:
         message=tuple(f"{leaf.dtype}[{', '.join(map(str, leaf.shape))}]" for leaf in parts.message),
         message_bytes=parts.message_bytes,
         cotangent_bytes=cotangent_bytes,
-        shared_inputs=staging.num_side_inputs[0],
-        sliced_inputs=staging.num_side_inputs[1],
+        shared_inputs=staging.side_inputs[0],
+        sliced_inputs=staging.side_inputs[1],
         side_flops=parts.flops[3],
         layer_flops=parts.flops[1],
         embedding=share["embedding"],
