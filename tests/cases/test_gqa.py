@@ -123,7 +123,9 @@ def test_gqa_03_each_shard_holds_the_head_of_its_queries():
 
     kv = jnp.broadcast_to(jnp.arange(1.0, 3.0)[None, None, :, None], (1, 6, 2, 8))
     query = jax.random.normal(jax.random.key(0), (1, 6, 8, 8))
-    found = sharded_heads_attention(lambda shape: 4, constrain)(query, kv, kv, causal=True, mask=None, segment_ids=None)
+    axes_of = lambda shape: ((), ("tensor",))  # noqa: E731
+    attend_in = sharded_heads_attention(axes_of, constrain, mesh=make_mesh("tensor=4"), platform=None, manual=False)
+    found = attend_in(query, kv, kv, causal=True, mask=None, segment_ids=None)
     for copy in placed:
         held = [np.unique(shard.data).tolist() for shard in copy.addressable_shards]
         assert held == [[1.0], [1.0], [2.0], [2.0]]
