@@ -137,7 +137,10 @@ def products():
             if valid({**FIRST, **values, **other}):
                 cases.append({**FIRST, **values, **other})
                 break
-    return cases
+    return [
+        *cases,
+        {**FIRST, "mesh": "stage=8", "schedule": "interleaved_1f1b", "model": "gpt", "layers": 16, "microbatches": 8},
+    ]
 
 
 def hash_of(case):

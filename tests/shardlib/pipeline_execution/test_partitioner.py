@@ -1,7 +1,8 @@
 """Gathers from arrays split over an automatic axis, within the ticks: other programs abort in XLA's partitioner.
 
 A loss of integer labels over logits whose vocabulary is split, and an embedding whose vocabulary is split, on meshes
-with a further automatic axis of size > 1 beside it or without. One process for all: an abort would end it.
+with a further automatic axis of size > 1 beside it or without. In child processes, for an abort ends a process: one for
+the commonest meshes, and in the exhaustive tier one for every combination of axes.
 """
 
 import subprocess
@@ -25,7 +26,6 @@ from models import language
 from shardlib import annotate
 from shardlib.rules import Rules
 from shardlib.strategies import default_rules
-from tests import oracle
 from tests.shardlib.pipeline_execution import reference, towers
 
 
@@ -39,7 +39,7 @@ class Gathering(nn.Module):
             variable_axes={"params": 0},
             split_rngs={"params": True},
             in_axes=nn.broadcast,
-            length=2,
+            length=4,
             metadata_params={nn.PARTITION_NAME: annotate.LAYERS},
         )
         x = embed(inputs)
@@ -79,3 +79,17 @@ def test_gathers_over_a_split_vocabulary_do_not_abort():
     done = run(MESHES)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert done.stdout.splitlines() == [f"equal on {mesh}" for mesh in MESHES]
+
+
+COMBINATIONS = (
+    *("stage=2,replica=2,tensor=2", "stage=2,data=2,fsdp=2", "stage=2,replica=2,fsdp=2", "stage=4,tensor=2"),
+    *("stage=2,tensor=4", "stage=2,data=2,other=2", "stage=2,fsdp=2,other=2", "stage=4,data=2", "stage=4,fsdp=2"),
+)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mesh", [*MESHES, *COMBINATIONS])
+def test_no_combination_of_axes_aborts(mesh):
+    done = run((mesh,))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert done.stdout.splitlines() == [f"equal on {mesh}"]
