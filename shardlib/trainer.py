@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from meshes.build import make_mesh, shape_of, with_auto_axes
 from meshes.errors import ShardingError, raise_collected
 from shardlib import batch_spec as batches
+from shardlib.annotate import Active
 from shardlib.audit.divergence import check_no_divergence
 from shardlib.audit.hlo import parse
 from shardlib.binding import Bound
@@ -202,7 +203,7 @@ class Trainer:
         """Once, before the first step of a plan that cuts the batch."""
         plan, spec = self.bound.plan, self.bound.batch_spec
         self._to_check = False
-        dims, rules = batch_dims(spec), _whole_when_indivisible(plan.rules)
+        dims = batch_dims(spec)
         if any(
             leaf.shape[leaf.axes.index(BATCH)] < NUM_ROWS
             for leaf in jax.tree.leaves(spec, is_leaf=batches.is_spec)
@@ -220,14 +221,7 @@ class Trainer:
             runs = [staged(num_microbatches=parts) for parts in (1, NUM_PARTS)]
             compare: Any = lambda *given: [run(*given).metrics() for run in runs]  # noqa: E731
         else:
-            in_force = active(
-                rules,
-                self.mesh,
-                sum_dtype=plan.tensor_reduce_dtype,
-                vocab_shards=plan.vocab_shards,
-                context=context,
-                kernels=plan.kernels == "fused",
-            )
+            in_force = self._in_force(plan, context)
             compare = compared(self._loss, dims, active=in_force, compute_dtype=plan.compute_dtype)
         with jax.set_mesh(self.mesh):
             given = (state.params, jax.device_put(rows, replicated), state.collections)
@@ -295,18 +289,22 @@ class Trainer:
             self._evals[key] = self._compiled_evaluation(spec, self.bound.plan, self.bound.context)
         return self._evals[key]
 
-    def _compiled_evaluation(self, spec: Any, plan: Plan, context: ContextUse | None) -> tuple[Any, Any]:
-        rules = _whole_when_indivisible(plan.rules)
-        wanted = self.state_shardings
-        placed = shardings(resolve(spec, rules, self.mesh).specs, self.mesh)
-        in_force = active(
-            rules,
+    def _in_force(self, plan: Plan, context: ContextUse | None) -> Active:
+        """The rules of an evaluation, outside of any manual region."""
+        return active(
+            _whole_when_indivisible(plan.rules),
             self.mesh,
             sum_dtype=plan.tensor_reduce_dtype,
             vocab_shards=plan.vocab_shards,
             context=context,
             kernels=plan.kernels == "fused",
         )
+
+    def _compiled_evaluation(self, spec: Any, plan: Plan, context: ContextUse | None) -> tuple[Any, Any]:
+        rules = _whole_when_indivisible(plan.rules)
+        wanted = self.state_shardings
+        placed = shardings(resolve(spec, rules, self.mesh).specs, self.mesh)
+        in_force = self._in_force(plan, context)
         step: Any = eval_step(self._loss, active=in_force, compute_dtype=plan.compute_dtype)
         if plan.is_pipeline:
             step = self._staged_evaluation(spec, placed, plan=plan, context=context)
