@@ -7,12 +7,15 @@ that the next block continues, or the block's gradients. Holds no array of [leng
     out, log_weight = finish(state)
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.ops.attention_mask import Rule, View, allowed, any_allowed, cut, tile_of
+
+T = TypeVar("T")
 
 
 class Softmax(NamedTuple):
@@ -102,7 +105,7 @@ def attend(
         part = _unless_empty(rule, seen, lambda part: update(part, *operands, view=seen, rule=rule), part)
         return jax.tree.map(lambda x, new: _written(x, new, row, axis=3), state, part)
 
-    return _repeated(query.shape[3] // rows * across, step, state)
+    return repeated(query.shape[3] // rows * across, step, state)
 
 
 def merged(state: Softmax, out: jax.Array, log_weight: jax.Array) -> Softmax:
@@ -157,7 +160,7 @@ def gradients(
         )
         return Gradients(*(_written(x, new, at, axis=axis) for x, new, (at, _, axis) in zip(sums, part, places)))
 
-    return _repeated(query.shape[3] // rows * across, step, sums)
+    return repeated(query.shape[3] // rows * across, step, sums)
 
 
 def update(state: Softmax, query: jax.Array, key: jax.Array, value: jax.Array, *, view: View, rule: Rule) -> Softmax:
@@ -210,6 +213,18 @@ def no_gradients(query: jax.Array, key: jax.Array, value: jax.Array) -> Gradient
     return Gradients(*(jnp.zeros(x.shape, _wide(x)) for x in (query, key, value)))
 
 
+def repeated(count: int, step: Callable[[Any, T], T], state: T) -> T:
+    """`step(number, state)` for every number below `count`; without a loop when there is one.
+
+    A `while_loop`, not a `fori_loop`: that one is a scan, of which partial evaluation takes the masks of all tiles out
+    when a scan over layers is differentiated, and keeps them, [length, length] in all.
+    """
+    if count == 1:
+        return step(0, state)
+    body = lambda carry: (carry[0] + 1, step(*carry))  # noqa: E731
+    return jax.lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), state))[1]
+
+
 def _scores(query: jax.Array, key: jax.Array, *, view: View, rule: Rule) -> tuple[jax.Array, jax.Array | None]:
     """Scaled scores in float32, [batch, kv_heads, group, rows, columns], and where they count; None is everywhere."""
     scores = _product("bkgqd,bksd->bkgqs", query, key) * query.shape[-1] ** -0.5
@@ -235,18 +250,6 @@ def _hidden(weights: jax.Array, visible: jax.Array | None) -> jax.Array:
 
 def _product(subscripts: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, left, right, preferred_element_type=_wide(left))
-
-
-def _repeated(count, step, state):
-    """`step(number, state)` for every number; without a loop when there is one.
-
-    A `while_loop`, not a `fori_loop`: that one is a scan, of which partial evaluation takes the masks of all tiles out
-    when a scan over layers is differentiated, and keeps them, [length, length] in all.
-    """
-    if count == 1:
-        return step(0, state)
-    body = lambda carry: (carry[0] + 1, step(*carry))  # noqa: E731
-    return jax.lax.while_loop(lambda carry: carry[0] < count, body, (jnp.int32(0), state))[1]
 
 
 def _written(x: jax.Array, part: jax.Array, start: jax.Array | int, *, axis: int) -> jax.Array:

@@ -7,8 +7,10 @@ whole sequence. KV heads travel, never repeated ones; gradients of keys and valu
 """
 
 import functools
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -120,13 +122,15 @@ class _Ring:
         """
         return jax.lax.optimization_barrier((computed, arriving)) if self.has_kernel else (computed, arriving)
 
-    def sent(self, tree: Any, distance: int) -> Any:
-        """The tree of the shard `distance` before this one, around the ring."""
+    def sent(self, tree: Any, distance: int | None) -> Any:
+        """The tree of the shard `distance` before this one, around the ring; None without a distance."""
+        if distance is None:
+            return None
         count = self.shards.count
         pairs = [(source, (source + distance) % count) for source in range(count)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.shards.axis, pairs), tree)
 
-    def attend(self, state: online_softmax.Softmax, arguments: Arguments, held: Held, shift: int):
+    def attend(self, state: online_softmax.Softmax, arguments: Arguments, held: Held, shift: int | jax.Array):
         """Continues the softmax over the block that came from `shift` shards back."""
         view = self._view(arguments, shift)
         if self.has_kernel:
@@ -134,7 +138,14 @@ class _Ring:
         return online_softmax.attend(state, arguments.query, *held, view=view, **self._tiles)
 
     def gradients(
-        self, sums: online_softmax.Gradients, arguments: Arguments, held: Held, shift: int, *, result, cotangent
+        self,
+        sums: online_softmax.Gradients,
+        arguments: Arguments,
+        held: Held,
+        shift: int | jax.Array,
+        *,
+        result,
+        cotangent,
     ) -> online_softmax.Gradients:
         """Adds the gradients of that block."""
         view = self._view(arguments, shift)
@@ -147,10 +158,10 @@ class _Ring:
     def _tiles(self) -> dict[str, Any]:
         return {"rule": self.rule, "tiles": (self.tile, self.tile)}
 
-    def _place(self, shift: int) -> dict[str, Any]:
+    def _place(self, shift: int | jax.Array) -> dict[str, Any]:
         return {"shift": shift, "shards": self.shards, "causal": self.rule.causal}
 
-    def _view(self, arguments: Arguments, shift: int) -> View:
+    def _view(self, arguments: Arguments, shift: int | jax.Array) -> View:
         local = arguments.key.shape[2]
         return arguments.view((self.shards.index - shift) % self.shards.count * local, local)
 
@@ -167,13 +178,15 @@ def _attend(ring: _Ring, arguments: Arguments) -> jax.Array:
 
 
 def _forward(ring: _Ring, arguments: Arguments):
-    query, held = arguments.query, (arguments.key, arguments.value)
-    state = online_softmax.start(query, value_dim=arguments.value.shape[-1])
-    shifts = ring.shifts(query.shape[3])
-    for shift, following in zip(shifts, (*shifts[1:], None)):
-        arriving: Any = None if following is None else ring.sent(held, following - shift)
-        state = ring.attend(state, arguments, held, shift)
-        state, held = ring.in_turn(state, arriving)
+    query, own = arguments.query, (arguments.key, arguments.value)
+
+    def step(stop: _Stop, carry: Any) -> Any:
+        state, held = carry
+        arriving = ring.sent(held, stop.goes)
+        return ring.in_turn(ring.attend(state, arguments, held, stop.shift), arriving)
+
+    start = online_softmax.start(query, value_dim=arguments.value.shape[-1])
+    state, _ = _visit(ring.shifts(query.shape[3]), step, (start, own))
     result, log_weight = online_softmax.finish(state)
     result = result.astype(query.dtype)
     return result, (arguments, result, log_weight)
@@ -185,27 +198,26 @@ def _backward(ring: _Ring, residuals: Any, out: jax.Array):
     # once and keeps all of them in between. Where barriers do not hold (CPU), a ring of two is still merged.
     query, own, out = jax.lax.optimization_barrier((arguments.query, (arguments.key, arguments.value), out))
     arguments = arguments._replace(query=query, key=own[0], value=own[1])
-    cotangent = online_softmax.cotangent_of(out, result, log_weight)
-    first, *others = ring.shifts(query.shape[3])
-    shifts = (first, *reversed(others))
-    held, travelling, home = own, None, online_softmax.no_gradients(query, *own)
-    for number, shift in enumerate(shifts):
-        arriving: Any = ring.sent(held, shifts[number + 1] - shift) if number + 1 < len(shifts) else None
+    known = {"result": result, "cotangent": online_softmax.cotangent_of(out, result, log_weight)}
+
+    def step(stop: _Stop, carry: Any) -> Any:
         # The own block's gradients wait at home; those of the others follow their block, one step behind it, so that
         # this transfer too runs beside the computation.
+        held, travelling, home = carry
+        arriving = ring.sent(held, stop.goes)
         block = online_softmax.no_gradients(query, *held)._replace(query=home.query)
-        block = ring.gradients(block, arguments, held, shift, result=result, cotangent=cotangent)
+        block = ring.gradients(block, arguments, held, stop.shift, **known)
         block, arriving = ring.in_turn(block, arriving)
-        if shift == 0:
-            home = block
-        else:
-            home = home._replace(query=block.query)
-            part = (block.key, block.value)
-            if travelling is not None:
-                arrived = ring.sent(travelling, shift - shifts[number - 1])
-                part = jax.tree.map(lambda a, b: a + b, arrived, part)
-            travelling = part
-        held = arriving
+        if stop.came is None:
+            return arriving, None, block
+        part = (block.key, block.value)
+        if travelling is not None:
+            part = jax.tree.map(lambda a, b: a + b, ring.sent(travelling, stop.came), part)
+        return arriving, part, home._replace(query=block.query)
+
+    first, *others = ring.shifts(query.shape[3])
+    shifts = (first, *reversed(others))
+    _, travelling, home = _visit(shifts, step, (own, None, online_softmax.no_gradients(query, *own)))
     if travelling is not None:
         returned = ring.sent(travelling, -shifts[-1])
         home = home._replace(key=home.key + returned[0], value=home.value + returned[1])
@@ -213,3 +225,34 @@ def _backward(ring: _Ring, residuals: Any, out: jax.Array):
 
 
 _attend.defvjp(_forward, _backward)
+
+
+class _Stop(NamedTuple):
+    """A block that a device computes with.
+
+    Args:
+        shift: how far back it comes from; traced inside of a loop, 0 for the own block.
+        came: distance of the hop that brought it; None for the own block.
+        goes: distance of the hop to the next one; None for the last.
+    """
+
+    shift: int | jax.Array
+    came: int | None
+    goes: int | None
+
+
+def _visit(shifts: Sequence[int], step: Callable[[_Stop, Any], Any], carry: Any) -> Any:
+    """`step(stop, carry)` for every block; blocks that came and go equally far are a loop.
+
+    So the program does not grow with the ring, and no compiler starts all transfers at once and keeps what arrives.
+    """
+    hops = [after - before for before, after in itertools.pairwise(shifts)]
+    stops = [_Stop(*each) for each in zip(shifts, (None, *hops), (*hops, None), strict=True)]
+    for (_, goes), alike in itertools.groupby(stops, key=lambda stop: (stop.came, stop.goes)):
+        first, *others = alike
+
+        def turn(number: Any, carry: Any, first: _Stop = first, distance: int = goes or 0) -> Any:
+            return step(first._replace(shift=first.shift + number * distance), carry)
+
+        carry = online_softmax.repeated(1 + len(others), turn, carry)
+    return carry

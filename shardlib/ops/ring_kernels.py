@@ -74,7 +74,14 @@ class Block(NamedTuple):
 
 
 def attend(
-    state: Softmax, block: Block, key: jax.Array, value: jax.Array, *, shift: int, shards: Shards, causal: bool
+    state: Softmax,
+    block: Block,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    shift: int | jax.Array,
+    shards: Shards,
+    causal: bool,
 ) -> Softmax:
     """Continues the softmax over the block that came from `shift` shards back.
 
@@ -82,6 +89,7 @@ def attend(
         state: after the earlier blocks.
         block: its queries and labels.
         key, value: [batch, kv_heads, length_local, head_dim].
+        shift: 0, the own block, as an int; another one may be traced.
         shards: how the sequence is spread.
         causal: a query attends to positions up to its own.
 
@@ -109,7 +117,7 @@ def gradients(
     *,
     result: jax.Array,
     cotangent: Cotangent,
-    shift: int,
+    shift: int | jax.Array,
     shards: Shards,
     causal: bool,
 ) -> Gradients:
@@ -146,7 +154,9 @@ def scaled(sums: Gradients) -> Gradients:
     return sums._replace(query=sums.query * scale(sums.query))
 
 
-def _visible(part: Callable[..., T], state: T, *, length: int, shift: int, shards: Shards, causal: bool) -> T:
+def _visible(
+    part: Callable[..., T], state: T, *, length: int, shift: int | jax.Array, shards: Shards, causal: bool
+) -> T:
     """`part` of the queries and keys of a block that see each other.
 
     With a zigzag placement shard i of n holds the chunks i and 2n - 1 - i. Against an earlier shard both see its early
@@ -154,7 +164,7 @@ def _visible(part: Callable[..., T], state: T, *, length: int, shift: int, shard
     causal as it lies.
     """
     everything, half = slice(0, length), length // 2
-    if shift == 0 or not causal:
+    if not causal or (isinstance(shift, int) and shift == 0):
         return part(state, everything, everything, causal)
     came_from_before = shards.index >= shift
     if shards.placement == "contiguous":

@@ -1,12 +1,15 @@
-"""Field troubles, group DON: a donation that is not used is named."""
+"""Field troubles, group DON: donated state comes out where it went in, and a donation that is not used is named."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
 import shardlib as sl
 from shardlib.audit.donation import check_donations, unused_donations
+from tests.tiny import LOWERINGS, rows, weight
 
 
 def compiled(out):
@@ -42,3 +45,41 @@ def test_don_03_used_donations_are_not_named():
         program = jax.jit(lambda x: x + 1, donate_argnums=donated).lower(x).compile()
         assert unused_donations(program) == ()
         check_donations(program)
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_don_02_the_specs_of_donated_state_are_pinned(lowering):
+    """The loss leaves the layout of what it computes to the compiler; the state's is the plan's all the same."""
+
+    def loss(params, batch, rng):
+        return sl.Loss(total=(batch["x"] * jnp.roll(params["w"].get_value(), 1)[None]).sum(), weight=None)
+
+    plan = sl.Plan(mesh="fsdp=2", lowering=lowering)
+    trainer = sl.Trainer(sl.bind(weight(np.ones(16), "embed"), loss, plan, {"x": rows(8, 16)}), optax.sgd(1.0))
+    before = trainer.init(jax.random.key(0))
+    state, _ = trainer.step(before, {"x": np.ones((8, 16), np.float32)})
+    leaf, donated = (one.params["w"].get_value() for one in (state, before))
+    assert leaf.sharding.is_equivalent_to(sl.shardings(P("fsdp"), trainer.mesh), 1)
+    assert donated.is_deleted() and unused_donations(trainer.compiled) == ()
+    np.testing.assert_array_equal(leaf, np.full(16, -7.0))
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_don_04_a_donated_step_of_several_emulated_devices_computes_what_one_does(lowering):
+    draw = np.random.default_rng(0)
+    batch = {"x": draw.normal(size=(16, 8)).astype(np.float32), "y": draw.normal(size=(16, 1)).astype(np.float32)}
+    spec = {"x": rows(16, 8), "y": rows(16, 1)}
+
+    def loss(params, batch, rng):
+        return jnp.square(sl.constrain(batch["x"] @ params["w"].get_value(), "batch", None) - batch["y"]).mean()
+
+    def trained(mesh):
+        plan = sl.Plan(mesh=mesh, lowering=lowering)
+        trainer = sl.Trainer(sl.bind(weight(np.ones((8, 1)), None, None), loss, plan, spec), optax.sgd(0.1))
+        state = trainer.init(jax.random.key(0))
+        for _ in range(5):
+            state, _ = trainer.step(state, batch)
+        assert unused_donations(trainer.compiled) == ()
+        return state.params["w"].get_value()
+
+    np.testing.assert_allclose(trained("data=8"), trained("data=1"), rtol=0, atol=1e-6)

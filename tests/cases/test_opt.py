@@ -12,6 +12,7 @@ from shardlib.optimizer_specs import optimizer_specs
 from shardlib.rules import Rules
 from shardlib.specs import resolve
 from tests.cases.test_rul import array, small_model
+from tests.tiny import rows, weight
 
 
 @pytest.mark.parametrize("count", [1, 3])
@@ -22,6 +23,29 @@ def test_opt_01_stack_axis(count):
     params = {"w": jax.ShapeDtypeStruct((count, 16, 16), jnp.float32)}
     state = optimizer_specs(optax.adam(1e-3), params, specs)
     assert state[0].mu == state[0].nu == {"w": P(None, "a", "b")}
+
+
+@pytest.mark.parametrize("mesh", ["data=8", "data=2,tensor=4"])
+def test_opt_02_split_moments_leave_the_parameters_whole(mesh):
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)}
+    value = np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)
+    loss = lambda params, batch, rng: ((batch["x"] @ params["w"].get_value()) ** 2).mean()  # noqa: E731
+
+    def run(**plan):
+        bound = sl.bind(weight(value), loss, sl.Plan(**plan), {"x": rows(16, 8)})
+        trainer = sl.Trainer(bound, optax.adam(1e-2))
+        state = trainer.init(jax.random.key(0))
+        for number in range(5):
+            state, _ = trainer.step(state, batch)
+            if number in (0, 4):
+                param, moment = state.params["w"].get_value(), state.opt_state[0].mu["w"].get_value()
+                yield np.array(param), param.sharding, moment.sharding
+
+    plain = list(run(mesh="data=1"))
+    for (param, own, moments), (wanted, *_) in zip(run(mesh=mesh, zero=1), plain, strict=True):
+        assert own.is_fully_replicated
+        assert "data" in str(moments.spec), moments
+        np.testing.assert_allclose(param, wanted, rtol=0, atol=1e-6)
 
 
 @pytest.mark.newest

@@ -12,7 +12,8 @@ import shardlib as sl
 from meshes import ShardingError
 from shardlib import annotate
 from tests.cases.test_rul import small_model
-from tests.tiny import stepped
+from tests.moving import compiled
+from tests.tiny import rows, stepped, weight
 
 
 @pytest.mark.newest
@@ -135,3 +136,19 @@ def test_rng_05_the_spread_comes_from_the_whole_shape():
     assert {shard.data.shape for shard in state.params["a"].get_value().addressable_shards} == {(1024, 32)}
     assert np.array_equal(*values)
     np.testing.assert_allclose(values[0].std(), np.sqrt(2 / (4096 + 32)), rtol=0.02)
+
+
+@pytest.mark.parametrize("lowering", ["automatic", "explicit"])
+def test_rng_09_random_bits_move_nothing(lowering):
+    def moved(rate):
+        def loss(params, batch, rng):
+            x = sl.constrain(batch["x"] @ params["w"].get_value(), "batch", None)
+            kept = jax.random.bernoulli(rng, 1 - rate, x.shape) if rate else jnp.ones(x.shape, bool)
+            return jnp.square(jnp.where(kept, x, 0)).mean()
+
+        bound = sl.bind(weight(np.eye(256), None, None), loss, sl.Plan(mesh="data=8", lowering=lowering), spec)
+        program = compiled(sl.Trainer(bound, optax.sgd(1.0)).lowered)
+        return [(one.kind, one.operands, one.groups, one.loop_depth) for one in program.collectives]
+
+    spec = {"x": rows(64, 256)}
+    assert moved(0.5) == moved(0.0) != []

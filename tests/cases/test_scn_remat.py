@@ -1,17 +1,24 @@
-"""Field troubles, group SCN: recomputation of gathers, of random bits, and one dropout mask per layer."""
+"""Field troubles, group SCN: what a backward pass gathers and draws again, and how its gradients lie."""
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import shardlib as sl
 from meshes.errors import ShardingError
 from shardlib.audit import hlo
+from shardlib.audit.contract import hold
+from shardlib.gradients import StepSpecs, gradient_function
 from shardlib.layer_scan import equations_within
 from shardlib.remat import Policy, parse_policy, with_policy
+from tests.moving import compiled
+from tests.tiny import rows
 
 FULL, NONE = Policy(kind="full"), Policy(kind="none")
 # Compile time is most of the time of this file, and nothing here depends on the optimizer of the CPU code.
@@ -186,3 +193,42 @@ def test_scn_08_a_layer_per_key_is_the_same_unrolled():
 def assert_close(got, want):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * float(jnp.abs(b).max()))
+
+
+@jax.custom_vjp
+def doubled(x):
+    return 2 * x
+
+
+doubled.defvjp(lambda x: (2 * x, None), lambda _, out: (2 * out,))
+
+
+@pytest.mark.parametrize("lowering", ["automatic", "explicit"])
+def test_scn_07_gradients_have_the_specs_of_their_parameters(lowering):
+    """Through an op with its own backward pass, and through a cumulative sum."""
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Param(0.1 * jax.random.normal(rngs.params(), (16, 24)), logical_axes=("embed", "mlp"))
+            self.down = nnx.Param(0.1 * jax.random.normal(rngs.params(), (24, 16)), logical_axes=("mlp", "embed"))
+
+    def loss(params, batch, rng):
+        hidden = doubled(batch["x"] @ params["up"].get_value())
+        hidden = jnp.cumsum(sl.constrain(hidden, "batch", "mlp"), axis=-1)
+        return jnp.square(hidden @ params["down"].get_value()).mean()
+
+    bound = sl.bind(Model, loss, sl.Plan(mesh="fsdp=8", lowering=lowering), {"x": rows(16, 16)})
+    contract = hold(compiled(sl.Trainer(bound, optax.sgd(0.1)).lowered), bound.promised(), bound.plan.mesh)
+    assert not contract.problems, str(contract)  # a gradient gathered whole would be one
+    mesh, wanted = sl.make_mesh("fsdp=8"), bound.state_specs()[0]
+    specs = StepSpecs(params=bound.params.specs, grads=wanted, batch=bound.batch.specs, batch_spec=bound.batch_spec)
+    gradients = jax.jit(gradient_function(loss, bound.plan, mesh=mesh, specs=specs))
+    params = nnx.state(Model(nnx.Rngs(0)), nnx.Param)
+    batch = {"x": np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)}
+    placed = jax.device_put((params, batch), sl.shardings((bound.params.specs, bound.batch.specs), mesh))
+    found, _ = gradients(*placed, jax.random.key(0), None)
+    for name, spec in (("up", P("fsdp")), ("down", P(None, "fsdp"))):
+        leaf = found[name].get_value()
+        assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2), (name, leaf.sharding)
+    alone = jax.grad(loss)(params, batch, None)
+    assert_close(*(jax.tree.map(np.asarray, tree) for tree in (found, alone)))

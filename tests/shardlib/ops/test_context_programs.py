@@ -108,24 +108,40 @@ def test_a_square_on_a_device_is_seen():
     assert squares(program, 96)
 
 
+def transfers(program):
+    """How many blocks are computed before each permute that is in no loop; and the loops that have permutes."""
+    before, found, rings = {}, [], []  # for each variable, the blocks computed before it
+    for number, equation in enumerate(program.eqns):
+        seen = set().union(*(before.get(var, set()) for var in equation.invars if not hasattr(var, "val")))
+        bodies = [body.jaxpr for name, body in equation.params.items() if name == "body_jaxpr"]
+        rings += [body for body in bodies if any(inner.primitive.name == "ppermute" for inner in body.eqns)]
+        if equation.primitive.name == "ppermute":
+            found += [len(seen)]
+        before |= {var: seen | ({number} if bodies else set()) for var in equation.outvars}
+    return Counter(found), rings
+
+
+def ring_program(shards):
+    attend = functools.partial(ring_attention, axis="context", causal=True, largest_tile=4)
+    operands = [np.zeros((1, 8, 2, HEAD_DIM), np.float32)] * 4
+    with_axis = jax.make_jaxpr(functools.partial(with_gradients, attend), axis_env=[("context", shards)])
+    return with_axis(*operands).jaxpr
+
+
 def test_the_next_block_travels_beside_the_computation():
     """No transfer of keys and values depends on a product, and no gradient's on the block it travels beside."""
-    shards, shape = 4, (1, 8, 2, HEAD_DIM)
-    attend = functools.partial(ring_attention, axis="context", causal=True, largest_tile=4)
-    operands = [np.zeros(shape, np.float32)] * 4
-    program = jax.make_jaxpr(functools.partial(with_gradients, attend), axis_env=[("context", shards)])(*operands)
-    before = {}  # for each variable, the blocks computed before it
-    transfers = []
-    for number, equation in enumerate(program.jaxpr.eqns):
-        found = set().union(*(before.get(var, set()) for var in equation.invars if not hasattr(var, "val")))
-        if equation.primitive.name == "ppermute":
-            transfers += [len(found)]
-        computes = equation.primitive.name in ("scan", "while")
-        before |= {var: found | ({number} if computes else set()) for var in equation.outvars}
-    hops = shards - 1
-    # Gradients of the block that is n hops away have seen n + 1 blocks backward, after all of them forward.
-    wanted = Counter({0: 4 * hops}) + Counter({shards + 1 + hop: 2 for hop in range(1, shards)})
-    assert Counter(transfers) == wanted
+    found, rings = transfers(ring_program(3))
+    # Gradients of the block that is n hops away have seen n + 1 blocks backward, after all 3 of them forward.
+    assert found == Counter({0: 8}) + Counter({5: 2, 6: 2})
+    assert rings == []
+
+
+@pytest.mark.parametrize("shards", [8, 64])
+def test_blocks_alike_are_a_loop_in_which_transfers_wait_for_nothing(shards):
+    """However large the ring, the program has the same hops."""
+    found, rings = transfers(ring_program(shards))
+    assert found.total() == 2 + 4 + 4
+    assert [transfers(ring)[0] for ring in rings] == [Counter({0: 2}), Counter({0: 4})]
 
 
 def counted(monkeypatch, placement, *, context=4, length=LENGTH):
