@@ -35,7 +35,7 @@ MESHES: Final = ("data=8", "fsdp=8", "data=2,tensor=4")
 
 # The toolkit's value over the hand-written one, at most.
 # Bytes sent may differ by the scalars of the metrics: tens of bytes in tens of MiB.
-MAX_RATIO: Final = {"step_cpu_seconds": 1.03, "compile_cpu_seconds": 1.10, "temp_bytes": 1.0, "sent_bytes": 1.00001}
+MAX_RATIO: Final = {"step_cpu_seconds": 1.03, "compile_cpu_seconds": 1.10, "temp_bytes": 1.0001, "sent_bytes": 1.00001}
 # Measured quantities, with their heading, unit and divisor.
 COLUMNS: Final = {
     "step_cpu_seconds": ("step", "CPU s", 1),
