@@ -21,7 +21,7 @@ from shardlib.batch_spec import resized
 from shardlib.binding import Bound, bind
 from shardlib.cli.microbatches import provisional
 from shardlib.cli.model import Loaded, import_object
-from shardlib.cli.plan_options import OF_PIPELINES
+from shardlib.cli.plan_options import OF_AXES
 from shardlib.cli.user_code import user_code
 from shardlib.explanation import Explanation
 from shardlib.plan import STAGE, Plan
@@ -129,10 +129,10 @@ def plan_from(mesh: str | None, *, file: Path | None, rules: Path | None, change
 
 
 def changes_per_mesh(changes: dict[str, Any], meshes: Sequence[str | None]) -> list[dict[str, Any]]:
-    """The changes of a plan for each mesh: what is for pipelines goes to those with stages, where some have them."""
-    staged = [mesh is not None and STAGE in MeshShape.parse(mesh).names for mesh in meshes]
-    rest = {name: value for name, value in changes.items() if name not in OF_PIPELINES}
-    return [changes if has_stages or not any(staged) else rest for has_stages in staged]
+    """The changes of a plan for each mesh: what is for one axis goes to the meshes that have it, where some have."""
+    axes = [() if mesh is None else MeshShape.parse(mesh).names for mesh in meshes]
+    elsewhere = {name: axis for axis, options in OF_AXES.items() for name in options if axis in set().union(*axes)}
+    return [{name: value for name, value in changes.items() if elsewhere.get(name) in (None, *names)} for names in axes]
 
 
 def _check_stages(shape: MeshShape, changes: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ def _check_stages(shape: MeshShape, changes: dict[str, Any]) -> None:
             f"mesh {shape}: the number of stages decides the schedule, so it cannot be what devices leave",
             fix="name it: stage=4, and leave -1 to another axis",
         )
-    options = [f"--{name}" for name in OF_PIPELINES if name in changes]
+    options = [f"--{name}" for name in OF_AXES[STAGE] if name in changes]
     if options and sizes.get(STAGE, 1) == 1:
         raise ShardingError(
             f"{', '.join(options)}: for a pipeline, and mesh {shape} has no stages",

@@ -6,7 +6,7 @@ In: option values, None where not given. Out: what to change in a plan, for `inp
 """
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import typer
 
@@ -80,8 +80,11 @@ Placement = Annotated[
     Literal["contiguous", "zigzag", "striped"] | None,
     typer.Option(help="Of tokens on a context axis; what balances the work otherwise."),
 ]
-OF_PIPELINES = ("schedule", "chunks", "residuals", "idle", "balance", "vocabulary")
-"""Fields of a plan that mean something on a mesh with a stage axis only; options have the same names."""
+OF_AXES: Final = {
+    "stage": ("schedule", "chunks", "residuals", "idle", "balance", "vocabulary"),
+    "context": ("attention", "placement"),
+}
+"""Fields of a plan that mean something on a mesh with that axis only; options have the same names."""
 
 
 def plan_changes(
@@ -97,7 +100,7 @@ def plan_changes(
     placement: str | None,
     **pipeline: Any,
 ) -> dict[str, Any]:
-    """The fields of `Plan` that these options set; `pipeline` are those of `OF_PIPELINES`.
+    """The fields of `Plan` that these options set; `pipeline` are those of a stage axis.
 
     Raises:
         ShardingError: the file of a schedule cannot be read, or has another size than an option says.

@@ -72,6 +72,17 @@ def test_json_of_two_meshes_fits_the_schema(cli, schema):
     assert [one["mesh"] for one in found["versus"]] == ["data=2", "fsdp=8"]
 
 
+def test_options_of_divided_sequences_go_to_the_mesh_that_divides_them(cli):
+    example = ("models.gpt:small", "--length", "32")
+    result = cli("explain", *example, "--mesh", "data=4", "--versus", "context=4", "--attention", "gather", "--json")
+    assert result.status == 0, result.err
+    plain, divided = (" ".join(one["choices"]) for one in json.loads(result.out)["versus"])
+    assert "gather" in divided and "gather" not in plain
+    refused = cli("explain", *example, "--mesh", "data=4", "--versus", "fsdp=4", "--attention", "gather")
+    assert refused.status != 0
+    assert "mesh data=4 has no context axis" in refused.err
+
+
 def test_schema_refuses_what_it_should(cli, schema):
     found = json.loads(cli("explain", TINY, "--mesh", "data=2", "--json").out)
     del found["totals"]["gradients"]
