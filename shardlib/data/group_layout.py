@@ -1,12 +1,11 @@
-"""How a batch lies on ranks that form rings of unequal sizes, who sends to whom, and one program per set of sizes.
+"""How a batch lies on ranks that form rings of unequal sizes, and one program per set of sizes.
 
-In: the degrees of a `length_groups.Grouping`. Out: arrays over all ranks, pairs for `ppermute`. Imports no JAX.
+In: a `length_groups.Grouping`. Out: arrays over all ranks, for `ring_attention(degrees=)`. Imports no JAX.
 
-    batch = arrange(documents, grouping, tokens_per_rank=2048)      # placed over the axis, 2048 tokens a rank
+    batch = arrange(documents, grouping, tokens_per_rank=2048)      # to place over the axis, 2048 tokens a rank
     step = programs(grouping.degrees)                               # compiled when these sizes come for the first time
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -18,27 +17,6 @@ from shardlib.data.packing import Piece, fill
 from shardlib.ops.context_layout import order
 
 T = TypeVar("T")
-
-
-def group_ranks(degrees: Sequence[int]) -> list[list[int]]:
-    """The ranks of each group, in order: for `psum(axis_index_groups=...)`.
-
-    >>> group_ranks((3, 1))
-    [[0, 1, 2], [3]]
-    """
-    starts = itertools.accumulate(degrees, initial=0)
-    return [list(range(start, start + degree)) for start, degree in zip(starts, degrees)]
-
-
-def ring_pairs(degrees: Sequence[int]) -> list[tuple[int, int]]:
-    """(source, destination) of one step around all rings at once: for `ppermute`.
-
-    A ring of d ranks has its own block back after d steps; a program of max(degrees) steps counts only the first d.
-
-    >>> ring_pairs((3, 1))
-    [(0, 1), (1, 2), (2, 0), (3, 3)]
-    """
-    return [(rank, ring[(at + 1) % len(ring)]) for ring in group_ranks(degrees) for at, rank in enumerate(ring)]
 
 
 def arrange(

@@ -8,14 +8,18 @@ In: the arrays one shard holds. Out: queries and keys in the layout of `online_s
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from meshes.errors import ShardingError, raise_collected
 from shardlib.ops.attention_mask import Labels, Rule, View, cut
 from shardlib.ops.context_layout import check_length, shard_positions
+
+NOBODY: Final = np.iinfo(np.int32).min
+"""The segment of keys that no query sees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +30,13 @@ class Shards:
         axis: mesh axis that divides the sequence; None when this device holds all of it.
         placement: one of `context_layout.PLACEMENTS`.
         positions_given: tokens stand elsewhere than the placement says.
+        degrees: sizes of the rings that the axis falls into, one behind the other; None for one ring.
     """
 
     axis: str | None
     placement: str = "contiguous"
     positions_given: bool = False
+    degrees: tuple[int, ...] | None = None
 
     @property
     def count(self) -> int:
@@ -42,6 +48,18 @@ class Shards:
         """Which of them this device holds."""
         return 0 if self.axis is None else jax.lax.axis_index(self.axis)
 
+    @property
+    def rings(self) -> tuple[int, ...]:
+        """Sizes of the rings."""
+        return (self.count,) if self.degrees is None else self.degrees
+
+    def source(self, shift: jax.Array | int) -> tuple[jax.Array | int, jax.Array | bool]:
+        """The shard that stands `shift` before this one on its ring; False when the ring is too small for that."""
+        if self.degrees is None:
+            return (self.index - shift) % self.count, True
+        first, size = (jnp.asarray(of)[self.index] for of in _ring_of_each(self.degrees))
+        return first + (self.index - first - shift) % size, shift < size
+
     def tile(self, local_length: int, *, largest: int) -> int:
         """Rows to compute at a time: they divide a shard, and each chunk of a zigzag shard, which is skipped alone.
 
@@ -52,6 +70,12 @@ class Shards:
         if below * 8 > min(largest, chunk):
             return below
         return next(size for size in range(largest, chunk + 1) if chunk % size == 0)
+
+
+def _ring_of_each(degrees: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    """For each shard the first one of its ring, and how many these are."""
+    starts = np.cumsum([0, *degrees[:-1]])
+    return np.repeat(starts, degrees), np.repeat(degrees, degrees)
 
 
 class Arguments(NamedTuple):
@@ -72,9 +96,12 @@ class Arguments(NamedTuple):
     columns: Labels
     mask: jax.Array | None
 
-    def view(self, start: jax.Array | int, size: int) -> View:
-        """The local queries against `size` keys from `start` of all shards'."""
+    def view(self, start: jax.Array | int, size: int, *, counts: jax.Array | bool = True) -> View:
+        """The local queries against `size` keys from `start` of all shards'; of none, unless they count."""
         columns = jax.tree.map(lambda x: cut(x, start, size, axis=1), self.columns)
+        if counts is not True:
+            assert columns.segment_ids is not None, "checked by check_degrees"
+            columns = columns._replace(segment_ids=jnp.where(counts, columns.segment_ids, NOBODY))
         return View(rows=self.rows, columns=columns, mask=cut(self.mask, start, size, axis=3))
 
 
@@ -127,6 +154,23 @@ def prepare(
         columns=Labels(positions=columns, segment_ids=None if segments is None else _gathered(segments, shards)),
         mask=mask,
     )
+
+
+def check_degrees(shards: Shards, *, has_segments: bool, has_positions: bool) -> None:
+    """Raises for rings that do not fill the axis, and for tokens that do not say where they belong."""
+    if shards.degrees is None:
+        return
+    if min(shards.degrees, default=0) < 1 or sum(shards.degrees) != shards.count:
+        raise ShardingError(
+            f"degrees {list(shards.degrees)} are not the sizes of rings that fill {shards.axis}={shards.count}",
+            fix="give `Grouping.degrees`, planned with ranks equal to the size of the axis",
+        )
+    missing = [name for name, has in (("segment_ids", has_segments), ("positions", has_positions)) if not has]
+    if missing:
+        raise ShardingError(
+            f"degrees without {' and '.join(missing)}: which tokens belong together is not known",
+            fix="give those of `shardlib.data.arrange`",
+        )
 
 
 def cotangents(arguments: Arguments, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:

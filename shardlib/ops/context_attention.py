@@ -7,7 +7,7 @@ In: arrays with the whole sequence, in the order of their placement. Out: attent
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import jax
@@ -47,6 +47,7 @@ def context_attention(
     mask: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
+    degrees: Sequence[int] | None = None,
     batch_axes: tuple[str, ...] = (),
     head_axes: tuple[str, ...] = (),
     mesh: Mesh | AbstractMesh | None = None,
@@ -70,6 +71,7 @@ def context_attention(
         mask: [batch or 1, heads or 1, length or 1, keys], boolean, rows and columns in the order of the placement.
         segment_ids: [batch, length], integer.
         positions: [batch or 1, length], integer, in place of the placement's.
+        degrees: sizes of rings into which the axis falls (`ring_attention`); for the ring alone.
         mesh: None for the one in force (`jax.set_mesh`, or the region around).
 
     Returns:
@@ -98,6 +100,10 @@ def context_attention(
         largest_tile=largest_tile,
         kernels=kernels,
     )
+    if degrees is not None:
+        if kind != "ring":
+            raise ShardingError(f"{kind} attention with degrees", fix='use kind="ring", which falls into smaller ones')
+        body = functools.partial(body, degrees=degrees)
     labels = {
         "mask": (mask, (batch, heads, length, ())),
         "segment_ids": (segment_ids, (batch, length)),

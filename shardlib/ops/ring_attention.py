@@ -16,9 +16,10 @@ import jax
 
 from shardlib.ops import online_softmax, ring_kernels
 from shardlib.ops.attention_mask import Rule, View
-from shardlib.ops.context_arguments import Arguments, Shards, cotangents, merged_heads, prepare
+from shardlib.ops.context_arguments import Arguments, Shards, check_degrees, cotangents, merged_heads, prepare
 from shardlib.ops.context_layout import needed_shifts
 from shardlib.ops.fused_attention import call_refusal, fused_attention, platform_of
+from shardlib.ops.ring_groups import ring_pairs
 
 LARGEST_TILE = 512
 Held = tuple[jax.Array, jax.Array]
@@ -36,6 +37,7 @@ def ring_attention(
     mask: jax.Array | None = None,
     segment_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
+    degrees: Sequence[int] | None = None,
     largest_tile: int = LARGEST_TILE,
     kernels: bool = True,
 ) -> jax.Array:
@@ -56,6 +58,9 @@ def ring_attention(
             whole sequence, in the order of the placement.
         segment_ids: [batch, length_local], integer; tokens attend within their own segment.
         positions: [batch or 1, length_local], integer, for `causal` and `window`, in place of the placement's.
+        degrees: sizes of rings into which the axis falls, one behind the other, each with its own sequences, as
+            `shardlib.data.arrange` places them; needs segment ids and positions. The largest ring decides how many
+            blocks everyone sends.
         largest_tile: rows and columns of scores computed at a time, at most.
         kernels: blocks are computed by the kernel of the platform that the program is compiled for, where it takes
             them (`ring_kernels.refusal`).
@@ -68,7 +73,13 @@ def ring_attention(
 
     Source: Liu et al. 2023 (2310.01889) section 3.
     """
-    shards = Shards(axis=axis, placement=placement, positions_given=positions is not None)
+    shards = Shards(
+        axis=axis,
+        placement=placement,
+        positions_given=positions is not None,
+        degrees=None if degrees is None else tuple(degrees),
+    )
+    check_degrees(shards, has_segments=segment_ids is not None, has_positions=positions is not None)
     rule = Rule(causal=causal, window=window)
     arguments = prepare(
         query, key, value, shards=shards, rule=rule, mask=mask, segment_ids=segment_ids, positions=positions
@@ -108,7 +119,7 @@ class _Ring:
         # Given positions are data: any shard may see any other.
         return needed_shifts(
             length=local_length * self.shards.count,
-            shards=self.shards.count,
+            shards=max(self.shards.rings),
             placement=self.shards.placement,
             causal=self.rule.causal,
             window=None if self.shards.positions_given else self.rule.window,
@@ -126,8 +137,7 @@ class _Ring:
         """The tree of the shard `distance` before this one, around the ring; None without a distance."""
         if distance is None:
             return None
-        count = self.shards.count
-        pairs = [(source, (source + distance) % count) for source in range(count)]
+        pairs = ring_pairs(self.shards.rings, distance=distance)
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.shards.axis, pairs), tree)
 
     def attend(self, state: online_softmax.Softmax, arguments: Arguments, held: Held, shift: int | jax.Array):
@@ -162,8 +172,8 @@ class _Ring:
         return {"shift": shift, "shards": self.shards, "causal": self.rule.causal}
 
     def _view(self, arguments: Arguments, shift: int | jax.Array) -> View:
-        local = arguments.key.shape[2]
-        return arguments.view((self.shards.index - shift) % self.shards.count * local, local)
+        local, (source, counts) = arguments.key.shape[2], self.shards.source(shift)
+        return arguments.view(source * local, local, counts=counts)
 
 
 def _block(arguments: Arguments, view: View) -> ring_kernels.Block:

@@ -13,11 +13,13 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 from shardlib.annotate import reference_attention
 from shardlib.audit.hlo import parse
-from shardlib.data.group_layout import Programs, arrange, group_ranks, ring_pairs
+from shardlib.data.group_layout import Programs, arrange
 from shardlib.data.length_groups import Costs, Group, Grouping, plan_groups
 from shardlib.data.packing import pack
 from shardlib.layers import recurrent_cells as cells
 from shardlib.ops.linear_recurrence import context_recurrence, context_windows
+from shardlib.ops.ring_attention import ring_attention
+from shardlib.ops.ring_groups import group_ranks
 from tests.oracle import assert_losses_equal, assert_trees_equal
 from tests.sequences import QUICK, run
 
@@ -126,42 +128,24 @@ def test_bload_packed_loss_is_the_loss_of_sequences_alone(model):
 HEADS, HEAD_DIM, TOKENS_PER_RANK = 2, 4, 6
 
 
-def grouped_ring_attention(query, key, value, segment_ids, positions, *, axis, degrees):
-    """Causal attention inside the ring of each group: as many steps for all, of which a ring of d counts the first d.
-
-    One shard: query, key, value [length, heads, head_dim], segment ids and positions [length].
-    """
-    sizes = np.repeat(degrees, degrees)
-    size = jnp.asarray(sizes)[jax.lax.axis_index(axis)]
-    total = jnp.zeros_like(query)
-    weight = jnp.zeros(query.shape[:2])
-    held = key, value, segment_ids, positions
-    for step in range(max(degrees)):
-        keys, values, segments, places = held
-        seen = (segment_ids[:, None] == segments[None]) & (positions[:, None] >= places[None]) & (step < size)
-        scores = jnp.einsum("qhd,khd->qhk", query, keys) / math.sqrt(HEAD_DIM)
-        part = jnp.where(seen[:, None], jnp.exp(scores), 0)
-        total, weight = total + jnp.einsum("qhk,khd->qhd", part, values), weight + part.sum(axis=-1)
-        if step + 1 < max(degrees):
-            held = jax.tree.map(lambda x: jax.lax.ppermute(x, axis, ring_pairs(degrees)), held)
-    return total / weight[..., None]
-
-
 @functools.cache
 def grouped_program(degrees):
     """(query, key, value, cotangent, batch) over all ranks -> attention, its gradients, each rank's group's tokens."""
     mesh = make_mesh("context=8")
 
     def local(query, key, value, out, batch):
-        ids, positions = batch["segment_ids"][0], batch["positions"][0]
-        attend = functools.partial(grouped_ring_attention, axis="context", degrees=degrees)
-        found, backward = jax.vjp(lambda *qkv: attend(*qkv, ids, positions), query, key, value)
-        tokens = jax.lax.psum((ids > 0).sum(), "context", axis_index_groups=group_ranks(degrees))
+        attend = functools.partial(ring_attention, axis="context", degrees=degrees, causal=True, **batch)
+        found, backward = jax.vjp(lambda *qkv: attend(*(x[None] for x in qkv))[0], query, key, value)
+        tokens = jax.lax.psum((batch["segment_ids"] > 0).sum(), "context", axis_index_groups=group_ranks(degrees))
         return found, backward(out), tokens[None]
 
     specs = (P("context"),) * 4 + (P(None, "context"),)
     outs = (P("context"), (P("context"),) * 3, P("context"))
     return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=outs, check_vma=False)
+
+
+def labels_of(batch):
+    return {name: batch[name] for name in ("segment_ids", "positions")}
 
 
 def table_attention(query, key, value, ids):
@@ -192,7 +176,9 @@ def test_dhp_rings_of_unequal_sizes_attend_as_one_device(groups, placement):
     tables = [normal(1 + sum(lengths), HEADS, HEAD_DIM, seed=seed) for seed in range(4)]
     real = batch["segment_ids"][0] > 0
     cotangent = np.where(real[:, None, None], tables[3][rows], 0)
-    found, grads, tokens = run(grouped_program(grouping.degrees), *(t[rows] for t in tables[:3]), cotangent, batch)
+    found, grads, tokens = run(
+        grouped_program(grouping.degrees), *(t[rows] for t in tables[:3]), cotangent, labels_of(batch)
+    )
     ids = np.repeat(np.arange(len(lengths)), lengths)
 
     def one_device(query, key, value, out):
@@ -203,19 +189,24 @@ def test_dhp_rings_of_unequal_sizes_attend_as_one_device(groups, placement):
     back = np.argsort(rows[real])  # from the order of storage to the order of the table
     got = jax.tree.map(lambda x: np.asarray(x)[real][back], (found, grads))
     assert_trees_equal(got, jax.tree.map(np.asarray, wanted), "attention")
+    # One ring finds the same by the segment ids. Negative control: rings that cut a group see too little.
+    one_ring, halves = (np.asarray(run(grouped_program(sizes), *operands)[0]) for sizes in ((8,), (4, 4)))
+    np.testing.assert_allclose(one_ring[real], np.asarray(found)[real], atol=1e-5)
+    assert np.abs(halves[real] - np.asarray(found)[real]).max() > 1e-2
     of_group = [sum(lengths[i] for i in group.sequences) for group in groups]
     assert np.asarray(tokens).tolist() == np.repeat(of_group, grouping.degrees).tolist()
 
 
 def test_dhp_sends_around_rings_and_nothing_else():
-    """The longest ring decides how often: four steps of a ring of five, keys, values and two labels each."""
+    """The longest ring decides how often: four hops of keys and values in a ring of five. All ranks know all labels."""
     width = 8 * TOKENS_PER_RANK
     batch = {name: jax.ShapeDtypeStruct((1, width), jnp.int32) for name in ("segment_ids", "positions")}
     operands = [jax.ShapeDtypeStruct((width, HEADS, HEAD_DIM), jnp.float32)] * 4
     lowered = jax.jit(lambda *x: grouped_program((5, 3))(*x)[0]).lower(*operands, batch)
     program = parse(str(lowered.compile(compiler_options=QUICK).as_text()))
-    assert set(program.totals) == {"collective-permute"}
-    assert program.totals["collective-permute"].times_executed == 4 * 4
+    assert set(program.totals) == {"collective-permute", "all-gather"}
+    assert program.totals["collective-permute"].times_executed == 4 * 2
+    assert program.totals["all-gather"].operand_bytes == 2 * 4 * TOKENS_PER_RANK
     rings = {(a, b) for pairs in (each.pairs for each in program.collectives) for a, b in pairs}
     assert rings == {(0, 1), (1, 2), (2, 3), (3, 4), (4, 0), (5, 6), (6, 7), (7, 5)}
 
@@ -238,8 +229,7 @@ def test_dhp_compiles_once_per_degrees():
         grouping = plan_groups(lengths, ranks=8, tokens_per_rank=TOKENS_PER_RANK, costs=costs)
         batch = arrange([np.arange(n) for n in lengths], grouping, tokens_per_rank=TOKENS_PER_RANK)
         x = np.zeros((batch["inputs"].size, 1, 1), np.float32)
-        labels = {name: batch[name] for name in ("segment_ids", "positions")}
-        tokens = programs(grouping.degrees)(x, x, x, x, labels)
+        tokens = programs(grouping.degrees)(x, x, x, x, labels_of(batch))
         run_of.setdefault(grouping.degrees, []).append(seed)
         assert tokens[0] == sum(lengths[i] for i in grouping.groups[0].sequences)
     assert programs.num_made == len(run_of) == len(set(traced)) == len(traced)

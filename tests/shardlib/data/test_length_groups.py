@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from meshes.errors import ShardingError
-from shardlib.data.group_layout import Programs, arrange, group_ranks, ring_pairs
+from shardlib.data.group_layout import Programs, arrange
 from shardlib.data.length_groups import Costs, Group, Grouping, equal_groups, plan_groups
+from shardlib.ops.ring_groups import group_ranks, ring_pairs
 
 COSTS = Costs(pair_seconds=1.0, token_seconds=300.0, sent_token_seconds=200.0, hop_seconds=20000.0)
 FREE_TRANSFERS = Costs(pair_seconds=1.0, token_seconds=300.0)

@@ -49,6 +49,20 @@ CASES = {
         "length 12 over a context axis of 4, placement 'zigzag': not divisible by 8 (two chunks on each of 4 shards)\n"
         '  fix: pad the sequence to length 16 and mask the padding, or use placement="striped"',
     ),
+    "rings that do not fill the axis": (
+        {"degrees": (2, 1)},
+        "degrees [2, 1] are not the sizes of rings that fill context=4\n"
+        "  fix: give `Grouping.degrees`, planned with ranks equal to the size of the axis",
+    ),
+    "rings of nobody knows what": (
+        {"degrees": (3, 1)},
+        "degrees without segment_ids and positions: which tokens belong together is not known\n"
+        "  fix: give those of `shardlib.data.arrange`",
+    ),
+    "rings for another kind": (
+        {"kind": "gather", "degrees": (3, 1)},
+        'gather attention with degrees\n  fix: use kind="ring", which falls into smaller ones',
+    ),
     "heads": (
         {"kind": "all_to_all", "heads": 6, "kv_heads": 6},
         "all-to-all attention: 6 query heads on a device do not divide over context=4\n"
