@@ -176,9 +176,8 @@ def test_dhp_rings_of_unequal_sizes_attend_as_one_device(groups, placement):
     tables = [normal(1 + sum(lengths), HEADS, HEAD_DIM, seed=seed) for seed in range(4)]
     real = batch["segment_ids"][0] > 0
     cotangent = np.where(real[:, None, None], tables[3][rows], 0)
-    found, grads, tokens = run(
-        grouped_program(grouping.degrees), *(t[rows] for t in tables[:3]), cotangent, labels_of(batch)
-    )
+    operands = (*(table[rows] for table in tables[:3]), cotangent, labels_of(batch))
+    found, grads, tokens = run(grouped_program(grouping.degrees), *operands)
     ids = np.repeat(np.arange(len(lengths)), lengths)
 
     def one_device(query, key, value, out):
