@@ -4,7 +4,7 @@ In: nothing; emulated CPU devices. Each row is one loss with its gradients by x 
 of temporaries on one device, and bytes it sends by kind. Exit status 1 when the split loss does not send its formula
 over the tensor axis, or needs more than its share of the memory of gathered logits.
 
-    python -m benchmarks.vocab [--batch 8] [--length 256] [--json FILE]
+    python -m benchmarks.vocab [--batch 8] [--length 256] [--json FILE] [--plot FILE]
 """
 
 import argparse
@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.table import Table
 
+from benchmarks.pictures import new_figure
 from benchmarks.step_overhead import print_table
 from meshes import MeshShape, make_mesh
 from shardlib.audit.hlo import parse
@@ -170,10 +171,29 @@ def table(found: Mapping[str, Mapping[str, Measured]], case: Case) -> Table:
     return shown
 
 
+def plot(found: Mapping[str, Mapping[str, Measured]], case: Case, file: Path) -> None:
+    """Temporaries and bytes over the tensor axis, as a picture.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    figure = new_figure(figsize=(9, 3.5))
+    quantities = {"temporaries": "temp_bytes", "sent over tensor": "sent_over_tensor_bytes"}
+    for axes, (title, quantity) in zip(figure.subplots(1, 2), quantities.items(), strict=True):
+        for number, name in enumerate(VARIANTS):
+            sizes = [getattr(each[name], quantity) / MIB for each in found.values()]
+            axes.bar([place + 0.27 * number for place in range(len(found))], sizes, width=0.25, label=name)
+        axes.set_xticks([place + 0.27 for place in range(len(found))], list(found), fontsize=8)
+        axes.set(title=f"{title}, vocabulary {case.vocab:,}", ylabel="MiB per device")
+    figure.axes[0].legend()
+    figure.savefig(file)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; 1 when a promise is not kept."""
+    """Runs the benchmark; 1 when a promise is not kept, 3 when a picture cannot be drawn."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.vocab", description=__doc__)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured as JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw temporaries and bytes")
     for name, default in asdict(Case()).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=f"{default} unless given")
     chosen = vars(parser.parse_args(argv))
@@ -187,6 +207,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         chosen["json"].write_text(json.dumps(document, indent=2) + "\n")
     for line in problems:
         print(f"missed: {line}", file=sys.stderr)
+    if chosen["plot"]:
+        try:
+            plot(found, case, chosen["plot"])
+        except ModuleNotFoundError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 3
     return 1 if problems else 0
 
 

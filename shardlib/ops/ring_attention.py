@@ -225,6 +225,7 @@ def _backward(ring: _Ring, residuals: Any, out: jax.Array):
             part = jax.tree.map(lambda a, b: a + b, ring.sent(travelling, stop.came), part)
         return arriving, part, home._replace(query=block.query)
 
+    # One hop forward and the others back: no loop mixes a block whose gradients begin to travel with one they follow.
     first, *others = ring.shifts(query.shape[3])
     shifts = (first, *reversed(others))
     _, travelling, home = _visit(shifts, step, (own, None, online_softmax.no_gradients(query, *own)))

@@ -42,7 +42,9 @@ def test_tables_name_every_kind(found):
 def test_misses_are_reported(found):
     wrong = {**found, "all-gather": dataclasses.replace(found["all-gather"], sent_bytes=1.0)}
     lines = context.missed(wrong, dataclasses.replace(STEP, context=50), CASE)
-    assert "all-gather: sends 1 bytes, not" in lines[0] and "2.00/4 of one device's, above 1.1" in lines[1]
+    assert (
+        "all-gather: sends 1 bytes, not" in lines[0] and "activations are 2.00/4 of one device's, above 1.1" in lines[1]
+    )
 
 
 def test_a_picture_without_matplotlib_names_the_extra(found, tmp_path, monkeypatch):
@@ -61,4 +63,14 @@ def test_a_picture_without_matplotlib_names_the_extra(found, tmp_path, monkeypat
 @pytest.mark.exhaustive
 def test_it_runs(capfd):
     assert context.main(["--quick"]) == 0
-    assert "train step of a GPT" in capfd.readouterr().out
+    assert "train step of a Llama" in capfd.readouterr().out
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("optimized")
+def test_activations_of_32k_tokens_are_divided():
+    case = context.Case()
+    alone = context.activations(case, tiled=True, mesh="data=1")
+    assert context.activations(case, mesh="context=4", attention="ring") <= context.MAX_SHARE / 4 * alone
+    # Negative control: half of the devices hold twice as much.
+    assert context.activations(case, mesh="context=2", attention="ring") > context.MAX_SHARE / 4 * alone

@@ -36,3 +36,9 @@ def test_misses_are_reported(found):
     big = dataclasses.replace(found[MESH][vocab.OURS], temp_bytes=10**9, sent_over_tensor_bytes=1.0)
     lines = vocab.missed({MESH: {**found[MESH], vocab.OURS: big}}, CASE)
     assert len(lines) == 2 and "bytes over tensor" in lines[0] and "temporaries of gathered logits" in lines[1]
+
+
+def test_a_picture_is_drawn(found, tmp_path):
+    vocab.plot(found, CASE, tmp_path / "picture.svg")
+    text = (tmp_path / "picture.svg").read_text()
+    assert text.count("<path") > 6
