@@ -19,6 +19,7 @@ from meshes.errors import ShardingError, nearest, raise_collected
 from meshes.shape import STANDARD_AXES
 from shardlib import batch_spec as batches
 from shardlib.annotate import under
+from shardlib.attention_calls import attention_calls
 from shardlib.audit.redundant_sums import check_sums, unbound_axes_explained
 from shardlib.constant_collections import as_inputs, changed, with_constants
 from shardlib.context import (
@@ -26,6 +27,7 @@ from shardlib.context import (
     CONTEXT,
     IN_ORDER,
     LENGTH,
+    NO_ATTENTION,
     AttentionCall,
     ContextUse,
     Heard,
@@ -35,7 +37,7 @@ from shardlib.context import (
     divides_sequence,
     kernel_lines,
 )
-from shardlib.cost.promises import Arrays, PromisedCollective, Stages, promised
+from shardlib.cost.promises import Arrays, Attention, PromisedCollective, Stages, promised
 from shardlib.decide import Decision, Names, split_blocks
 from shardlib.explanation import Explanation, tree_bytes
 from shardlib.explicit import cast
@@ -162,8 +164,17 @@ class Bound:
                 num_sums=self.num_sums,
                 trainable=None if trainable is None else tuple(map(bool, jax.tree.leaves(trainable))),
                 stages=self._stages(),
+                attention=self._attention(),
             ),
         )
+
+    def _attention(self) -> Attention | None:
+        """What its promises need of attention over divided sequences; the loss is traced once more to count calls."""
+        if self.context is None or self.context.kind == NO_ATTENTION:
+            return None
+        params = jax.eval_shape(lambda tree: cast(tree, self.plan.compute_dtype), self.logical_params)
+        calls = attention_calls(self.loss, params, self.batch_spec, self.abstract_collections)
+        return Attention(kind=self.context.kind, placement=self.context.placement, calls=calls)
 
     def _stages(self) -> Stages | None:
         """What its promises need of a pipeline; messages are traced again where the plan changes their form."""

@@ -55,6 +55,7 @@ class AttentionCall:
         dtype: of the queries, by name.
         mask: shape of the mask, or None.
         value: shape of the values where it is not the keys'.
+        has_segments: rows hold several documents.
     """
 
     query: tuple[int, ...]
@@ -66,6 +67,24 @@ class AttentionCall:
     dtype: str = "float32"
     mask: tuple[int, ...] | None = None
     value: tuple[int, ...] | None = None
+    has_segments: bool = False
+
+    @classmethod
+    def of(cls, query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> "AttentionCall":
+        """From what the slot is called with."""
+        mask = options.get("mask")
+        return cls(
+            query=tuple(query.shape),
+            key=tuple(key.shape),
+            causal=bool(options.get("causal")),
+            window=options.get("window"),
+            has_row_mask=mask is not None and mask.shape[2] > 1,
+            has_segments=options.get("segment_ids") is not None,
+            itemsize=query.dtype.itemsize,
+            dtype=str(query.dtype),
+            mask=None if mask is None else tuple(mask.shape),
+            value=tuple(value.shape),
+        )
 
     def refusal(self, platform: str, context: "ContextUse | None") -> str | None:
         """Why the platform's kernel does not take this call; None when it does.

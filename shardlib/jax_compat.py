@@ -28,6 +28,11 @@ def inputs_used(closed_jaxpr: Any, outputs: Sequence[bool]) -> list[bool]:
     return list(used)
 
 
+def alive(closed: Any) -> Any:
+    """The open jaxpr without equations that no output needs."""
+    return dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[0]
+
+
 def pruned(closed: Any, outputs: Sequence[bool], *, num_unused: int) -> Callable[..., Any]:
     """Chosen outputs of a traced function, by the equations they need alone.
 

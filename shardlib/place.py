@@ -160,20 +160,7 @@ def _recorded(ops: dict[str, Any], record: Callable[[Heard], None]) -> dict[str,
     """The slots, heard."""
 
     def attention(query, key, value, **options):
-        mask = options.get("mask")
-        record(
-            AttentionCall(
-                query=tuple(query.shape),
-                key=tuple(key.shape),
-                causal=bool(options.get("causal")),
-                window=options.get("window"),
-                has_row_mask=mask is not None and mask.shape[2] > 1,
-                itemsize=query.dtype.itemsize,
-                dtype=str(query.dtype),
-                mask=None if mask is None else tuple(mask.shape),
-                value=tuple(value.shape),
-            )
-        )
+        record(AttentionCall.of(query, key, value, **options))
         return ops["attention"](query, key, value, **options)
 
     def by_position(x, dim):

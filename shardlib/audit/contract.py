@@ -14,6 +14,7 @@ from shardlib.audit.program import Collective, Program, axes_of
 from shardlib.cost.promises import PromisedCollective
 
 OPTIMIZER_SCOPE = "/optimizer/"
+REDUCTIONS = ("all-reduce", "reduce-scatter")
 _Key = tuple[tuple[str, ...], str, bool | None, bool]
 """Axes, kind, in a loop, under a branch there that is not taken in every turn."""
 
@@ -233,16 +234,21 @@ def _broken(rows: tuple[Row, ...]) -> list[str]:
 def _beyond(rows: tuple[Row, ...], promises: tuple[PromisedCollective, ...]) -> list[str]:
     """What the compiler manages: more than the known form of all its promises, or an axis without any reduction."""
     managed = [row for row in rows if not row.exact]
-    known = sum(promise.form_bytes for promise in promises if not promise.exact)
+    known = sum(_widest(promise) for promise in promises if not promise.exact)
     found = sum(max((row.found_bytes or 0.0) - row.scalar_bytes, 0.0) for row in managed)
     problems = []
     if found > known + 0.5:
         over = ", ".join(dict.fromkeys(row.axis for row in managed))
         problems.append(f"{over}: {found:,.0f} bytes, and the known form of their promises has {known:,.0f}")
-    reductions = ("all-reduce", "reduce-scatter")
-    reduced = {axis for row in managed if row.kind in reductions and row.found_bytes != 0 for axis in row.axes}
-    wanted = {axis for one in promises if not one.exact and one.kind in reductions for axis in one.axes}
+    reduced = {axis for row in managed if row.kind in REDUCTIONS and row.found_bytes != 0 for axis in row.axes}
+    wanted = {axis for one in promises if not one.exact and one.kind in REDUCTIONS for axis in one.axes}
     return problems + [f"{axis}: reductions were promised, and there is none" for axis in sorted(wanted - reduced)]
+
+
+def _widest(promise: PromisedCollective) -> float:
+    """Bytes of its known form, by a backend that widens 16-bit elements."""
+    sent = promise.bytes_per_device
+    return promise.form_bytes * (promise.widened_bytes / sent if sent else 1)
 
 
 def _described(collective: Collective) -> str:

@@ -13,6 +13,7 @@ from typing import Final
 
 from jax.sharding import PartitionSpec as P
 
+from shardlib.attention_calls import RepeatedCall
 from shardlib.pipeline.lowered import Lowered
 from shardlib.pipeline.partition import Partition
 from shardlib.pipeline.parts import Parts
@@ -62,6 +63,21 @@ class Stages:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """How sequences that a context axis divides are attended to; a static value.
+
+    Args:
+        kind: "ring", "all_to_all" or "gather".
+        placement: which device holds which tokens.
+        calls: of the attention slot.
+    """
+
+    kind: str
+    placement: str
+    calls: tuple[RepeatedCall, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Arrays:
     """What a step moves; a static value.
 
@@ -72,6 +88,7 @@ class Arrays:
         num_sums: float32 scalars that the loss sums over the batch.
         trainable: per parameter, whether it has a gradient; None for all.
         stages: of a pipeline; None for any other plan.
+        attention: over divided sequences; None where they are whole.
     """
 
     parameters: tuple[Entry, ...]
@@ -80,6 +97,7 @@ class Arrays:
     num_sums: int
     trainable: tuple[bool, ...] | None = None
     stages: Stages | None = None
+    attention: Attention | None = None
 
     def has_gradient(self, position: int) -> bool:
         """Whether a parameter has one."""

@@ -59,7 +59,7 @@ def of_products(plan: Plan, arrays: Arrays) -> Iterator[PromisedCollective]:
             continue
         products = _products(plan, arrays, strategy.axis)
         for promise in strategy.promises:
-            fits = promise.along_length in (None, products.along_length)
+            fits = promise.attention is None and promise.along_length in (None, products.along_length)
             if fits and promise.holds(lowering=lowering, gather=plan.gather, zero=plan.zero):
                 times = promise.count * (turns.taken if promise.times == "microbatch" else 1)
                 executions, table, form_kind, form = _sizes(plan, promise, products, size)
@@ -73,7 +73,7 @@ def of_products(plan: Plan, arrays: Arrays) -> Iterator[PromisedCollective]:
                     exact=False,
                     form_kind=form_kind,
                     form_bytes=times * form,
-                    widened_bytes=2 * times * table,
+                    widened_bytes=(2 if itemsize(plan.compute_dtype) == 2 else 1) * times * table,
                     taken=turns.taken / turns.total,
                 )
 
@@ -86,7 +86,7 @@ def _sizes(plan: Plan, promise: Promise, of: _Products, size: int) -> tuple[floa
         return ring_bytes(as_kind, buffer_bytes=round(buffer_bytes), group_size=size)
 
     stream = ring(of.stream_bytes)
-    recomputed = _recomputes(plan)  # the forward collectives run once more in the backward pass
+    recomputed = recomputes(plan)  # the forward collectives run once more in the backward pass
     if tensors == "column inputs":
         if kind == "all-gather":
             return of.groups, of.groups * stream, kind, of.groups * stream
@@ -112,7 +112,8 @@ def _sizes(plan: Plan, promise: Promise, of: _Products, size: int) -> tuple[floa
     return int(of.logits), sent, kind, sent
 
 
-def _recomputes(plan: Plan) -> bool:
+def recomputes(plan: Plan) -> bool:
+    """Whether the plan computes layers once more in the backward pass."""
     if plan.is_pipeline:
         return plan.kept_residuals is None or plan.kept_residuals.kind != "none"
     return plan.remat not in (None, "none")

@@ -8,7 +8,8 @@ In: the plan, resolved parameters and activations, specs of the reduced gradient
 from collections.abc import Iterator
 from typing import Any
 
-from shardlib.cost.arrays import SUM_BYTES, Arrays, Stages
+from shardlib.cost.arrays import SUM_BYTES, Arrays, Attention, Stages
+from shardlib.cost.attention import of_attention
 from shardlib.cost.parameters import of_gradient, of_parameter
 from shardlib.cost.pipelines import of_pipeline
 from shardlib.cost.products import of_products
@@ -16,7 +17,7 @@ from shardlib.cost.promised_collective import InForce, PromisedCollective
 from shardlib.plan import Plan
 from shardlib.strategies import DATA_LIKE
 
-__all__ = ["Arrays", "PromisedCollective", "Stages", "promised"]
+__all__ = ["Arrays", "Attention", "PromisedCollective", "Stages", "promised"]
 
 
 def promised(plan: Plan, arrays: Arrays) -> tuple[PromisedCollective, ...]:
@@ -34,7 +35,7 @@ def promised(plan: Plan, arrays: Arrays) -> tuple[PromisedCollective, ...]:
     """
     found: dict[Any, PromisedCollective] = {}
     outer = of_pipeline if arrays.stages else _of_data_like
-    for one in (*outer(plan, arrays), *of_products(plan, arrays)):
+    for one in (*outer(plan, arrays), *of_products(plan, arrays), *of_attention(plan, arrays)):
         if one.form_bytes == 0:
             continue
         key = (one.kind, one.axes, one.what, one.loop, one.form_kind)

@@ -19,6 +19,19 @@ context = Strategy(
         Rule.parse("length -> context"),
     ),
     summary="sequences are divided along their length; attention exchanges keys and values, or heads",
-    # What attention sends depends on its kind, which a model's trace decides: `ops.context_choice` has those bytes.
-    promises=(Promise(kind="all-reduce", tensors="whole gradients", times="microbatch"),),
+    # How attention runs is chosen for each model (`context.choose_context`).
+    promises=(
+        Promise(kind="all-reduce", tensors="whole gradients", times="microbatch"),
+        Promise(kind="collective-permute", tensors="keys and values", times="microbatch", attention="ring"),
+        Promise(
+            kind="collective-permute", tensors="gradients of keys and values", times="microbatch", attention="ring"
+        ),
+        Promise(kind="all-gather", tensors="keys and values", times="microbatch", attention="gather"),
+        Promise(kind="reduce-scatter", tensors="gradients of keys and values", times="microbatch", attention="gather"),
+        Promise(kind="all-to-all", tensors="heads", times="microbatch", attention="all_to_all"),
+        *(
+            Promise(kind="all-gather", tensors="token labels", times="microbatch", attention=kind)
+            for kind in ("ring", "gather", "all_to_all")
+        ),
+    ),
 )

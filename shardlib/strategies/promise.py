@@ -21,6 +21,10 @@ Tensors = Literal[
     "token statistics",  # one number per token, of logits split along the vocabulary
     "activations",  # what a pipeline stage hands to the next: the residual stream and what goes with it
     "cotangents",  # gradients of the same, handed back
+    "keys and values",  # of attention over a divided sequence, to the queries of other parts
+    "gradients of keys and values",  # and back, in float32
+    "heads",  # queries, keys, values and results of attention, exchanged for whole sequences of fewer heads
+    "token labels",  # which document each token belongs to
     "inputs",  # of the first and the last stage, from the stages that hold them
     "single layers",  # parameters of layers that a model holds one by one, to the stage of each
     "gradients of single layers",  # and back
@@ -40,6 +44,7 @@ class Promise:
         gather: where the explicit lowering gathers; None for either.
         zero: the levels of ZeRO under which it holds.
         alone: reduced after all other axes and by itself, on what they left; the others of a kind are joined.
+        attention: the kind of attention over divided sequences under which it holds; None for any, and for others.
         along_length: for axes that split the residual stream: True where they do, False where it stayed whole.
     """
 
@@ -51,6 +56,7 @@ class Promise:
     gather: Literal["step", "microbatch"] | None = None
     zero: tuple[int, ...] = (0, 1, 2, 3)
     alone: bool = False
+    attention: Literal["ring", "all_to_all", "gather"] | None = None
     along_length: bool | None = None
 
     def holds(self, *, lowering: str, gather: str, zero: int) -> bool:
