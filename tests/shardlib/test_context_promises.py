@@ -25,6 +25,7 @@ def rows(mesh, **plan):
     return [row for row in contract.rows if row.what and set(row.what) <= ATTENTION]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("mesh", "plan", "kinds"),
     [

@@ -29,10 +29,12 @@ def interpreted(monkeypatch):
     monkeypatch.setattr(ring_kernels, "splash_kernel", functools.partial(splash_kernel, interpret=True))
 
 
-def check(*, context, kind="ring", placement="contiguous", causal=True, segments=False, kv_heads=1, heads=2):
-    """Against the reference on one device; tokens in the order of the placement."""
+def check(
+    *, context, kind="ring", placement="contiguous", causal=True, segments=False, kv_heads=1, heads=2, dtype=None
+):
+    """Against the float32 reference on one device; tokens in the order of the placement."""
     mesh = make_mesh(f"data=2,context={context}", devices="cpu")
-    given = operands(length=LENGTH, heads=heads, kv_heads=kv_heads)
+    given = [x.astype(dtype or x.dtype) for x in operands(length=LENGTH, heads=heads, kv_heads=kv_heads)]
     ids = np.repeat([[1, 2, 3], [1, 2, 2]], [100, 250, LENGTH - 350], axis=1)
     labels = {"segment_ids": jnp.asarray(ids)} if segments else {}
     where = order(LENGTH, shards=context, placement=placement)
@@ -51,8 +53,14 @@ def check(*, context, kind="ring", placement="contiguous", causal=True, segments
         moved = [x[:, where] for x in (query, key, value)]
         return attention(*moved, **{name: x[:, where] for name, x in labels.items()})[:, back]
 
-    wanted = results(functools.partial(reference_attention, causal=causal), *given, **labels)
-    assert_trees_equal(results(reordered, *given, **labels), wanted, f"{kind} {placement} {context}")
+    exact = [x.astype(jnp.float32) for x in given]
+    wanted = results(functools.partial(reference_attention, causal=causal), *exact, **labels)
+    found, what = results(reordered, *given, **labels), f"{kind} {placement} {context}"
+    if dtype is None:
+        assert_trees_equal(found, wanted, what)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        # Weights, products and results are rounded to 8 bits of mantissa once each.
+        assert np.abs(np.asarray(a, np.float32) - b).max() <= 3 * 2**-8 * np.abs(b).max(), what
     text = str(jax.make_jaxpr(functools.partial(attention, **labels))(*given[:3]))
     return text.count("pallas_call[")
 
@@ -71,6 +79,7 @@ def test_zigzag_blocks_of_packed_documents(interpreted):
         {"context": 4, "causal": False, "placement": "striped"},
         {"context": 2, "placement": "zigzag", "heads": 4, "kv_heads": 2},
         {"context": 2, "kind": "all_to_all", "heads": 4, "kv_heads": 2},
+        {"context": 4, "dtype": "bfloat16", "heads": 4, "kv_heads": 2},
     ],
 )
 def test_blocks_everywhere(interpreted, options):
