@@ -17,6 +17,8 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from shardlib.attention_shapes import check_shapes
+
 LAYERS = "layers"
 METADATA_KEY = "logical_axes"
 BOUNDARY = "shardlib_layer_boundary"
@@ -138,8 +140,12 @@ def attention(
     Returns:
         [batch, length, heads, head_dim], of the query's dtype.
 
+    Raises:
+        ShardingError: arrays that do not fit each other.
+
     Source: Vaswani et al. 2017 (1706.03762) section 3.2; grouped queries: Ainslie et al. 2023 (2305.13245).
     """
+    check_shapes(query, key, value, mask=mask, segment_ids=segment_ids)
     op = slot("attention", reference_attention)
     options = {} if window is None else {"window": window}
     return op(query, key, value, causal=causal, mask=mask, segment_ids=segment_ids, **options)

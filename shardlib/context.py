@@ -299,7 +299,8 @@ def choose_context(
             fix="call shardlib.attention(query, key, value, causal=True) in the model, or a layer of "
             "shardlib.layers.recurrent; or leave context out",
         )
-    largest = max(calls, key=lambda call: np.prod(call.query) * call.key[1])
+    # Of equals one without a window: its work is what a placement balances.
+    largest = max(calls, key=lambda call: (np.prod(call.query) * call.key[1], call.window is None))
     batch, length, heads, head_dim = largest.query
     _check_sizes(calls, length=length, shards=shards, placement=placement)
     choice = choose(

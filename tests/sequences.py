@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 
 from meshes import make_mesh
 from shardlib.ops.context_attention import context_attention
@@ -103,27 +104,46 @@ def run(function: Any, *operands: Any) -> Any:
     return jax.jit(function).lower(*operands).compile(compiler_options=QUICK)(*operands)
 
 
-def mesh_of(kind: str, context: int) -> tuple[Any, Any, int]:
-    """A mesh with that many shards of the sequence, its context axis or axes, and the size of the ring."""
-    data = min(2, 8 // context)
+def mesh_of(kind: str, context: int, beside: str = "data") -> tuple[Any, Any, int]:
+    """A mesh with that many shards of the sequence beside another axis, its context axis or axes, the ring's size."""
+    rest = f"{beside}={min(2, 8 // context)}"
     if kind == "hybrid":
-        return make_mesh(f"data={data},ring=2,context={context // 2}"), ("ring", "context"), 2
-    return make_mesh(f"data={data},context={context}"), "context", context
+        return make_mesh(f"{rest},ring=2,context={context // 2}"), ("ring", "context"), 2
+    return make_mesh(f"{rest},context={context}"), "context", context
 
 
-def attention_of(kind: str, context: int, *, largest_tile: int = 4, **options) -> Any:
-    """The attention of arrays that are in the order of storage already."""
-    mesh, axis, _ = mesh_of(kind, context)
-    return functools.partial(
-        context_attention, kind=kind, axis=axis, batch_axes=("data",), mesh=mesh, largest_tile=largest_tile, **options
-    )
+def attention_of(kind: str, context: int, *, beside: str = "data", largest_tile: int = 4, **options) -> Any:
+    """The attention of arrays that are in the order of storage already.
+
+    Beside data and fsdp the batch is divided too, beside tensor the heads; a stage is a region around, manual over its
+    axis, in which each rank has its own rows.
+    """
+    mesh, axis, _ = mesh_of(kind, context, beside)
+    axes = {"batch_axes": (beside,)} if beside in ("data", "fsdp") else {}
+    axes |= {"head_axes": (beside,)} if beside == "tensor" else {}
+    attend = functools.partial(context_attention, kind=kind, axis=axis, largest_tile=largest_tile, **axes)
+    if beside != "stage":
+        return functools.partial(attend, mesh=mesh, **options)
+    labels = {name: x for name, x in options.items() if hasattr(x, "shape")}
+    attend = functools.partial(attend, **{name: x for name, x in options.items() if name not in labels})
+
+    def on_stages(query: Any, key: Any, value: Any) -> Any:
+        rows = P("stage")
+        specs = (rows, rows, rows, {name: rows if len(x) == len(query) else P() for name, x in labels.items()})
+        body = lambda query, key, value, labels: attend(query, key, value, **labels)  # noqa: E731
+        region = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=rows, axis_names={"stage"}, check_vma=False)
+        return region(query, key, value, labels)
+
+    return on_stages
 
 
-def divided(operands: Any, kind: str, context: int, *, placement: str = "contiguous", **options) -> dict[str, Any]:
+def divided(
+    operands: Any, kind: str, context: int, *, placement: str = "contiguous", beside: str = "data", **options
+) -> dict[str, Any]:
     """The result and gradients over a divided sequence, of arrays in their original order and in that order."""
     stored = order(operands[0].shape[1], shards=mesh_of(kind, context)[2], placement=placement)
     moved = {name: reordered(x, name, stored) for name, x in options.items()}
-    attend = attention_of(kind, context, placement=placement, **moved)
+    attend = attention_of(kind, context, placement=placement, beside=beside, **moved)
     found = run(functools.partial(with_gradients, attend), *(x[:, stored] for x in operands))
     return {name: np.asarray(leaf)[:, inverse(stored)] for name, leaf in found.items()}
 

@@ -62,7 +62,8 @@ def arrange(
 class Programs(Generic[T]):
     """Programs by degrees, each made once.
 
-    There are no more than partitions of the number of ranks (22 for 8), and no more than groupings met.
+    There are no more than groupings met, and no more than partitions of the number of ranks (22 for 8), since
+    `plan_groups` puts the largest first.
 
     Args:
         make: from degrees to a program, such as `lambda degrees: jax.jit(step_for(degrees)).lower(...).compile()`.
@@ -81,8 +82,8 @@ class Programs(Generic[T]):
         return len(self._made)
 
     def __call__(self, degrees: Sequence[int]) -> T:
-        """The program for these degrees; their order does not matter, since groups stand in descending order."""
-        key = tuple(sorted(degrees, reverse=True))
+        """The program for these degrees, in the order in which the rings stand."""
+        key = tuple(degrees)
         if key not in self._made:
             self._made[key] = self._make(key)
         return self._made[key]

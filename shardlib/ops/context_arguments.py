@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from meshes.errors import ShardingError, raise_collected
+from meshes.errors import ShardingError
+from shardlib.attention_shapes import check_shapes
 from shardlib.ops.attention_mask import Labels, Rule, View, cut
 from shardlib.ops.context_layout import check_length, shard_positions
 
@@ -133,8 +134,16 @@ def prepare(
     batch, length, heads, head_dim = query.shape
     check_length(length * shards.count, shards=shards.count, placement=shards.placement)
     rule.check_window(length * shards.count)
-    _check_shapes(
-        query, key, value, keys=length * shards.count, mask=mask, segment_ids=segment_ids, positions=positions
+    check_shapes(
+        query,
+        key,
+        value,
+        keys=length * shards.count,
+        mask=mask,
+        segment_ids=segment_ids,
+        positions=positions,
+        own=True,
+        where=" on one shard",
     )
     kv_heads = key.shape[2]
     if positions is None:
@@ -188,33 +197,6 @@ def merged_heads(out: jax.Array) -> jax.Array:
 
 def _gathered(labels: jax.Array, shards: Shards) -> jax.Array:
     return labels if shards.axis is None else jax.lax.all_gather(labels, shards.axis, axis=1, tiled=True)
-
-
-def _check_shapes(query, key, value, *, keys, mask, segment_ids, positions):
-    batch, length, heads, head_dim = query.shape
-    failures = []
-    if key.shape[:3] != value.shape[:3] or (key.shape[0], key.shape[1], key.shape[3]) != (batch, length, head_dim):
-        failures.append(
-            f"query {list(query.shape)}, key {list(key.shape)}, value {list(value.shape)}: batch, length and "
-            "head_dim must agree. For attention to another sequence, leave the context axis out of its rules"
-        )
-    elif heads % key.shape[2]:
-        failures.append(f"{heads} query heads are no multiple of {key.shape[2]} KV heads")
-    wanted = ((batch, 1), (heads, 1), (length, 1), (keys,))
-    if mask is not None and (
-        mask.ndim != 4 or any(size not in sizes for size, sizes in zip(mask.shape, wanted, strict=True))
-    ):
-        failures.append(
-            f"mask {list(mask.shape)} on one shard is not [batch {batch} or 1, heads {heads} or 1, length {length} "
-            f"or 1, keys {keys}]: divide its rows over the context axis, not its columns"
-        )
-    if mask is not None and mask.dtype != jnp.bool_:
-        failures.append(f"mask is {mask.dtype}: give a boolean one, True where a query may attend")
-    if segment_ids is not None and segment_ids.shape != (batch, length):
-        failures.append(f"segment_ids {list(segment_ids.shape)} on one shard are not [batch {batch}, length {length}]")
-    if positions is not None and positions.shape not in ((batch, length), (1, length)):
-        failures.append(f"positions {list(positions.shape)} on one shard are not [batch {batch}, length {length}]")
-    raise_collected(failures, heading="attention over a context axis:")
 
 
 def check_heads(heads: int, kv_heads: int, *, shards: int, axis: str) -> None:

@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from meshes.errors import ShardingError, nearest
+from shardlib.attention_shapes import check_shapes
 from shardlib.ops.all_to_all_attention import all_to_all_attention, copies_of_kv_heads
 from shardlib.ops.gather_attention import gather_attention
 from shardlib.ops.ring_attention import LARGEST_TILE, ring_attention
@@ -87,6 +88,10 @@ def context_attention(
     batch, heads, length = (
         tuple(name for name in names if name not in mesh.manual_axes) for names in (batch_axes, head_axes, axes)
     )
+    # Columns of a mask are those of all shards, also of an axis that is manual around us.
+    keys = key.shape[1] * _size(mesh, tuple(name for name in axes if name not in length))
+    labels = {"mask": mask, "segment_ids": segment_ids, "positions": positions}
+    check_shapes(query, key, value, keys=keys, own=True, **labels)
     _check_sizes(query, key, mesh=mesh, batch=batch, heads=heads, length=length, placement=placement)
     repeats = copies_of_kv_heads(key.shape[2], shards=_size(mesh, heads))
     if repeats > 1:
@@ -104,12 +109,8 @@ def context_attention(
         if kind != "ring":
             raise ShardingError(f"{kind} attention with degrees", fix='use kind="ring", which falls into smaller ones')
         body = functools.partial(body, degrees=degrees)
-    labels = {
-        "mask": (mask, (batch, heads, length, ())),
-        "segment_ids": (segment_ids, (batch, length)),
-        "positions": (positions, (batch, length)),
-    }
-    given = {name: (x, _spec(x, dims)) for name, (x, dims) in labels.items() if x is not None}
+    dims = {"mask": (batch, heads, length, ()), "segment_ids": (batch, length), "positions": (batch, length)}
+    given = {name: (x, _spec(x, dims[name])) for name, x in labels.items() if x is not None}
     whole = P(batch or None, length or None, heads or None, None)
     specs = (whole, whole, whole, {name: spec for name, (_, spec) in given.items()})
     operands = (query, key, value, {name: x for name, (x, _) in given.items()})

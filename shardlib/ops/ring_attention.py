@@ -1,7 +1,8 @@
 """Ring attention: keys and values travel from shard to shard while each shard computes with those it holds.
 
-In: one shard of a sequence, inside a region manual over the context axis. Out: the attention of its queries over the
-whole sequence. KV heads travel, never repeated ones; gradients of keys and values travel in float32.
+In: one shard of a sequence, inside a `shard_map` manual over the context axis, made with `check_vma=False`. Out: the
+attention of its queries over the whole sequence. KV heads travel, never repeated ones; gradients of keys and values
+travel in float32.
 
     out = ring_attention(query, key, value, axis="context", placement="zigzag", causal=True)
 """

@@ -1,7 +1,7 @@
 """Divided sequences: every attention, placement and mesh trains and evaluates as one device does.
 
-The default tier runs a few cases chosen to meet every value, the exhaustive tier a pairwise cover. One device computes
-dropout by the same logical slices, so that masks are equal.
+The default tier runs a few cases, the exhaustive tier a pairwise cover; the op itself is tested beside every axis in
+`ops/test_context_attention.py`. One device computes dropout by the same logical slices, so that masks are equal.
 """
 
 import dataclasses

@@ -194,8 +194,15 @@ def test_a_group_that_does_not_fit():
 def test_programs_are_made_once_per_degrees():
     made = []
     programs = Programs(lambda degrees: made.append(degrees) or len(made))
-    assert [programs(each) for each in ((5, 3), (3, 5), (4, 4), (5, 3))] == [1, 1, 2, 1]
-    assert programs.num_made == 2
+    assert [programs(each) for each in ((5, 3), (3, 5), (4, 4), (5, 3))] == [
+        1,
+        2,
+        3,
+        1,
+    ]  # by the order in which the rings stand
+    assert programs.num_made == 3
+    programs = Programs(lambda degrees: made.append(degrees) or len(made))
+    made.clear()
     for seed in range(150):
         lengths = heavy_tailed(seed, 12)
         programs(plan_groups(lengths, ranks=8, tokens_per_rank=sum(lengths) // 7, costs=COSTS).degrees)

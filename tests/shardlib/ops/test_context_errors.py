@@ -6,6 +6,7 @@ import pytest
 
 from meshes import make_mesh
 from meshes.errors import ShardingError
+from shardlib.annotate import attention
 from shardlib.ops.context_attention import context_attention
 
 MESH = "context=4,tensor=2"
@@ -70,7 +71,11 @@ CASES = {
     ),
     "groups": (
         {"heads": 8, "kv_heads": 3},
-        "8 query heads, 3 KV heads: query heads must be a multiple of the KV heads and divide over 1 shards of heads\n"
+        "attention cannot take its arguments:\n- 8 query heads are no multiple of 3 KV heads",
+    ),
+    "heads over an axis": (
+        {"heads": 3, "kv_heads": 3, "head_axes": ("tensor",)},
+        "3 query heads, 3 KV heads: query heads must be a multiple of the KV heads and divide over 2 shards of heads\n"
         "  fix: leave head_axes out, or use a tensor axis that divides the heads",
     ),
     "batch": (
@@ -98,19 +103,28 @@ CASES = {
     ),
     "mask": (
         {"mask": jnp.ones((2, 3, 16, 8))},
-        "attention over a context axis:\n- mask [2, 3, 4, 8] on one shard is not [batch 2 or 1, heads 8 or 1, "
-        "length 4 or 1, keys 16]: divide its rows over the context axis, not its columns\n"
-        "- mask is float32: give a boolean one, True where a query may attend",
+        "attention cannot take its arguments:\n- mask [2, 3, 16, 8] is not [batch 2 or 1, heads 8 or 1, length 16 or "
+        "1, keys 16]\n- mask is float32: give a boolean one, True where a query may attend",
+    ),
+    "mask without heads": (
+        {"mask": jnp.ones((2, 16, 16), bool)},
+        "attention cannot take its arguments:\n- mask [2, 16, 16] is not [batch 2 or 1, heads 8 or 1, length 16 or 1, "
+        "keys 16]",
     ),
     "labels": (
         {"segment_ids": jnp.ones((1, 16), int), "positions": jnp.ones((4, 16), int)},
-        "attention over a context axis:\n- segment_ids [1, 4] on one shard are not [batch 2, length 4]\n"
-        "- positions [4, 4] on one shard are not [batch 2, length 4]",
+        "attention cannot take its arguments:\n- segment_ids [1, 16] are not [batch 2, length 16]\n"
+        "- positions [4, 16] are not [batch 2, length 16]",
+    ),
+    "labels of another kind": (
+        {"segment_ids": jnp.ones(16, int), "positions": jnp.ones((2, 16))},
+        "attention cannot take its arguments:\n- segment_ids [16] are not [batch 2, length 16]\n"
+        "- positions are float32: give integers",
     ),
     "another sequence": (
         {"keys": 32},
-        "attention over a context axis:\n- query [2, 4, 8, 4], key [2, 8, 2, 4], value [2, 8, 2, 4]: batch, length and "
-        "head_dim must agree. For attention to another sequence, leave the context axis out of its rules",
+        "attention cannot take its arguments:\n- query [2, 16, 8, 4], key [2, 32, 2, 4], value [2, 32, 2, 4]: lengths "
+        "must agree. For attention to another sequence, leave the context axis out of its rules",
     ),
 }
 
@@ -126,3 +140,15 @@ def test_messages(name):
 def test_a_window_of_the_whole_length_is_fine():
     call(window=16)
     call(placement="zigzag", head_axes=("tensor",), kv_heads=1)
+
+
+@pytest.mark.parametrize("options", [{"mask": (4, 16)}, {"segment_ids": (16,)}, {"mask": (2, 3, 1, 16)}])
+def test_the_slot_of_any_plan_says_what_does_not_fit(options):
+    """On one device and over a context axis alike; a call to another sequence is none of these."""
+    x = jnp.ones((2, 16, 8, 4))
+    labels = {name: jnp.ones(shape, bool if name == "mask" else int) for name, shape in options.items()}
+    with pytest.raises(
+        ShardingError, match=r"attention cannot take its arguments:\n- (mask|segment_ids) \[.*\] (is|are) not"
+    ):
+        attention(x, x, x, **labels)
+    assert attention(x, x[:, :5], x[:, :5]).shape == x.shape
