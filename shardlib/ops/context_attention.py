@@ -90,7 +90,7 @@ def context_attention(
     )
     # Columns of a mask are those of all shards, also of an axis that is manual around us.
     keys = key.shape[1] * _size(mesh, tuple(name for name in axes if name not in length))
-    labels = {"mask": mask, "segment_ids": segment_ids, "positions": positions}
+    labels: dict[str, Any] = {"mask": mask, "segment_ids": segment_ids, "positions": positions}
     check_shapes(query, key, value, keys=keys, own=True, **labels)
     _check_sizes(query, key, mesh=mesh, batch=batch, heads=heads, length=length, placement=placement)
     repeats = copies_of_kv_heads(key.shape[2], shards=_size(mesh, heads))
