@@ -44,6 +44,8 @@ FACTORS = {
     "dropout": [0.0, 0.2],
     "framework": ["linen", "nnx"],
 }
+CLOSE = 0.15
+"""Of the way that bfloat16 training takes parameters. Updates that are missing are 1 apart, of the wrong sign 2."""
 FIRST = {factor: values[0] for factor, values in FACTORS.items()}
 PRINCIPAL = {
     "mesh": ["data=8", "data=2,fsdp=2,tensor=2", "replica=2,data=2,fsdp=2"],
@@ -156,11 +158,19 @@ def run(case):
     return losses, oracle.host(state.params)
 
 
+def distance(found, wanted, begin):
+    """How far two trees of parameters are apart, over the way that training took the second, in the Euclidean norm."""
+    size = lambda a, b: np.sqrt(sum(np.sum((x - y) ** 2) for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True)))  # noqa: E731
+    return float(size(found, wanted) / size(wanted, begin))
+
+
 def check(case):
     losses, params = run(case)
     wanted_losses, wanted = expected(*(case[k] for k in ("framework", "dropout", "dtype", "optimizer", "clip")))
     if case["dtype"] == "bfloat16":  # by its own rounding: 8 bits of mantissa
         np.testing.assert_allclose(losses, wanted_losses, rtol=2e-2)
+        apart = distance(params, wanted, start(case["framework"])[0])
+        assert apart <= CLOSE, f"parameters are {apart:.3g} of their way from one device's"
         return
     oracle.assert_losses_equal(losses, wanted_losses)
     oracle.assert_trees_equal(params, wanted, "parameter")
@@ -181,6 +191,16 @@ def test_triples(case):
 @pytest.mark.parametrize("case", covering.product(PRINCIPAL, valid=valid), ids=covering.name)
 def test_product_of_principal_levels(case):
     check(case)
+
+
+@pytest.mark.parametrize(("factor", "apart"), [(0, 1.0), (-1, 2.0), (2, 1.0)])
+def test_updates_that_are_missing_turned_or_doubled_are_far(factor, apart):
+    """Negative control of the comparison in bfloat16, whose losses alone would not tell."""
+    begin = start("linen")[0]
+    wanted = expected("linen", 0.0, "bfloat16", "sgd", None)[1]
+    wrong = jax.tree.map(lambda a, b: a + factor * (b - a), begin, wanted)
+    assert distance(wrong, wanted, begin) == pytest.approx(apart, rel=1e-3)
+    assert apart > CLOSE
 
 
 def combinations(cases, strength):
