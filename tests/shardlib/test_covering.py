@@ -44,8 +44,8 @@ FACTORS = {
     "dropout": [0.0, 0.2],
     "framework": ["linen", "nnx"],
 }
-CLOSE = 0.15
-"""Of the way that bfloat16 training takes parameters. Updates that are missing are 1 apart, of the wrong sign 2."""
+CLOSE = 0.25
+"""Of the way that bfloat16 training takes parameters; seen: 0.03 with Adam, 0.12 with Adafactor. Updates that are missing are 1 apart, of the wrong sign 2."""
 FIRST = {factor: values[0] for factor, values in FACTORS.items()}
 PRINCIPAL = {
     "mesh": ["data=8", "data=2,fsdp=2,tensor=2", "replica=2,data=2,fsdp=2"],
