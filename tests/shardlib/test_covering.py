@@ -45,8 +45,8 @@ FACTORS = {
     "framework": ["linen", "nnx"],
 }
 CLOSE = 0.25
-"""Of the way that bfloat16 training takes parameters; seen: 0.03 with Adam, 0.12 with Adafactor. Updates that are missing
-are 1 apart, of the wrong sign 2."""
+"""Of the way that bfloat16 training takes parameters; seen: 0.03 with Adam, 0.12 with Adafactor. Missing updates
+are 1 apart, turned ones 2."""
 FIRST = {factor: values[0] for factor, values in FACTORS.items()}
 PRINCIPAL = {
     "mesh": ["data=8", "data=2,fsdp=2,tensor=2", "replica=2,data=2,fsdp=2"],
